@@ -1,5 +1,7 @@
 """What only a GPU shows of cross_entropy: real tiles, sizes past 32 bits and a grid, who waits, graphs, and memory."""
 
+import contextlib
+
 import pytest
 import torch
 from gpu.calls import (  # noqa: F401
@@ -75,6 +77,8 @@ SIZES = (37, 1000, 2048, 2049, 4096, 4097, 32000, 50257, 65537, 128256)
 ASKED = {
     "plain": {"reduction": "none"},
     "terms": {"smoothing": 0.1, "z_loss": 1e-2, "layout": "sliced", "over": True},
+    "weights": {"weighted": True, "smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0},
+    "probabilities": {"weighted": True, "mixed": True, "smoothing": 0.1, "stats": True},
 }
 
 
@@ -141,6 +145,36 @@ def test_no_call_waits_for_the_gpu(reduction, over):
             with nobody_waits():
                 step(logits, labels, over, reduction=reduction, **options)
                 onepass.cross_entropy(logits, labels, reduction=reduction, backend="triton", **options)
+
+
+@pytest.mark.parametrize("smoothing", (0.0, 0.1))
+@pytest.mark.parametrize("mixed", (False, True), ids=("labels", "probabilities"))
+def test_no_call_waits_with_class_weights(mixed, smoothing):
+    logits, labels = inputs()
+    if mixed:
+        labels = torch.randn(512, 5003, device="cuda").softmax(-1)
+    options = {"weight": torch.rand(5003, device="cuda"), "label_smoothing": smoothing, "return_stats": ["logsumexp", "z_loss"]}
+    leaf = logits.clone().requires_grad_()
+    for watch in (contextlib.nullcontext(), nobody_waits()):  # compiled first
+        with watch:
+            loss, stats = onepass.cross_entropy(leaf, labels, backend="triton", **options)
+            (loss + stats.logsumexp.mean()).backward()
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=("bf16", "fp32"))
+def test_probabilities_of_many_rows(dtype):
+    """As the weighted loss of PyTorch in fp64, in rows past a grid's dimension."""
+    logits, _ = inputs(70001, 250, dtype)
+    mixed, weight = torch.randn(70001, 250, device="cuda").softmax(-1), torch.rand(250, device="cuda")
+    ours = step(logits, mixed, weight=weight, reduction="none")
+
+    def theirs(kind):
+        leaf = logits.to(kind).requires_grad_()
+        loss = F.cross_entropy(leaf, mixed.to(kind), weight.to(kind), reduction="none")
+        return {"loss": loss.detach(), "dlogits": torch.autograd.grad(loss, leaf, incoming(loss).to(kind))[0]}
+
+    report = compare([({"loss": ours[0], "dlogits": ours[1]}, theirs(FP32), theirs(torch.float64))], dtype)
+    assert report, report
 
 
 # ---- CUDA graphs ----

@@ -105,6 +105,8 @@ ASKED = {
     "plain": {},
     "stats": {"full": True},
     "terms": {"smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "scale": 0.75, "full": True, "reduction": "sum"},
+    "weights": {"classes": True, "smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0},
+    "probabilities": {"classes": True, "mixed": True, "smoothing": 0.1, "full": True},
 }
 
 
@@ -114,6 +116,16 @@ ASKED = {
 def test_whole_rows_in_every_kind_of_tile(size, dtype, asked):
     """Statistics and gradient in one kernel."""
     case = Case(("known_grad_scale", ALL, ALL), dtype=dtype, lead=(9,), D=16, V=size, **ASKED[asked])
+    report = judge_case(module, case, seeds=2)
+    assert report, report
+
+
+@ways
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=("bf16", "fp32"))
+@pytest.mark.parametrize("asked", ({"mixed": True}, {"smoothing": 0.1}, {}), ids=("probabilities", "smoothing", "weights"))
+def test_class_weights_and_probabilities(asked, dtype, way):
+    """An odd vocabulary, whose weight and logits have columns after the last that probabilities have not."""
+    case = Case(WAYS[way], "mean", dtype, (300,), 64, 5003, classes=True, weighted=True, **asked)
     report = judge_case(module, case, seeds=2)
     assert report, report
 

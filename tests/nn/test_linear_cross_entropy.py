@@ -70,7 +70,8 @@ def test_checkpoints_of_heads_are_exchanged():
 def test_the_op_gets_every_option(monkeypatch):
     seen = []
     monkeypatch.setattr("onepass.nn.linear_cross_entropy.linear_cross_entropy", lambda *args, **more: seen.append((args, more)))
-    head, (hidden, labels) = LinearCrossEntropy(12, 77, bias=True, **OPTIONS), given()
+    classes = torch.rand(77)
+    head, (hidden, labels) = LinearCrossEntropy(12, 77, bias=True, class_weight=classes, **OPTIONS), given()
     head.deferred, token_weight, other = DeferredWgrad(), torch.rand(3, 5), torch.randn(77, 12)
     mask = torch.ones(77, dtype=torch.bool)
     rows, lora = onepass.kept_rows(labels, 3), onepass.LoRA(other[:2], other[:, :2])
@@ -80,12 +81,24 @@ def test_the_op_gets_every_option(monkeypatch):
     head(hidden, labels, weight=other, **called)
     head(hidden, labels)
     options = {name: value for name, value in OPTIONS.items() if name not in ("reduction", "ignore_index")}
-    options |= {"bias": head.bias, "deferred": head.deferred}
+    options |= {"bias": head.bias, "deferred": head.deferred, "class_weight": classes}
     rest = None, "sum", 3, False
     plain = dict.fromkeys(called) | {"return_stats": False}
     (args, more), (args_again, more_again) = seen
     assert args[0] is hidden and args[1] is other and args[2] is labels and args[3:] == rest and more == options | called
     assert args_again[1] is head.weight and args_again[3:] == rest and more_again == options | plain
+
+
+def test_class_weights_and_probabilities_are_torchs():
+    weight = torch.rand(77, device=DEVICE)
+    head, (hidden, labels) = LinearCrossEntropy(12, 77, class_weight=weight, label_smoothing=0.1, device=DEVICE), given()
+    theirs, logits = nn.CrossEntropyLoss(weight, label_smoothing=0.1), head.logits(hidden).flatten(0, 1)
+    torch.testing.assert_close(head(hidden, labels), theirs(logits, labels.flatten()))
+    mixed = torch.randn(3, 5, 77, device=DEVICE).softmax(-1)
+    torch.testing.assert_close(head(hidden, mixed), theirs(logits, mixed.flatten(0, 1)))
+    assert list(head.state_dict()) == ["weight"] and head.to(torch.bfloat16).class_weight.dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"class_weight must have shape \(77,\)"):
+        LinearCrossEntropy(12, 77, class_weight=weight[1:])
 
 
 def test_the_stats_come_with_the_loss():
@@ -210,7 +223,8 @@ def test_reprs():
         ),
         (lambda: LinearCrossEntropy(8, 6).logits(torch.ones(())), r"hidden's last dimension must be 8, .* shape \(\)"),
         (lambda: LinearCrossEntropy(8, 6)([1.0], None), "hidden must be a tensor, but is a list"),
-        (lambda: LinearCrossEntropy(8, 6)(torch.ones(2, 8), torch.ones(2)), "labels must be an int32 or int64 tensor"),
+        (lambda: LinearCrossEntropy(8, 6)(torch.ones(2, 8), torch.ones(2)), "labels of torch.float32 are probabilities"),
+        (lambda: LinearCrossEntropy(8, 6)(torch.ones(2, 8), [1]), "labels must be an int32 or int64 tensor"),
         (lambda: LinearCrossEntropy(8, 6)(torch.ones(2, 8), torch.tensor([1, 6])), "labels must be from 0 to 5"),
         (lambda: LinearCrossEntropy(8, 6).double()(torch.ones(2, 8), torch.tensor([1, 5])), "weight must have hidden's type"),
         (

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import onepass.ops.loss.linear_cross_entropy as real
-from onepass.ops.loss.formula import STATISTICS, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.formula import DIFFERENTIABLE_STATISTICS, STATISTICS, LossTerms, reduce_losses, row_losses
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
+from onepass.ops.loss.targets import Targets, has_masses, row_weights, split_labels
 from onepass.runtime.sizes import ceil_div
 from onepass.testing.budget import Finding, compare
 from onepass.testing.poison import poisoned, unchanged
@@ -130,6 +131,19 @@ class Case:
     frozen: str = ""
     ignore_index: int = -100
     lora: int = 0  # the rank
+    classes: bool = False  # have weights
+    mixed: bool = False  # labels are probabilities, which don't sum to 1
+
+    @property
+    def names(self):
+        """The statistics that `full` asks for."""
+        names = STATISTICS if self.full else ()
+        return tuple(name for name in names if not self.mixed or name not in ("log_prob", "correct"))
+
+    def class_weight(self):
+        weight = 2 * torch.rand(self.V, generator=torch.Generator().manual_seed(1))
+        weight[::7] = 0.0
+        return weight.to(DEVICE) if self.classes else None
 
     @property
     def options(self):
@@ -141,7 +155,7 @@ class Case:
             "softcap": self.softcap,
             "logit_scale": self.scale,
             "temperature": self.temperature,
-            "return_stats": STATISTICS if self.full else False,
+            "return_stats": self.names or False,
         }
 
     @property
@@ -151,9 +165,10 @@ class Case:
     def __str__(self):
         said = [self.mode if isinstance(self.mode, str) else "x".join(map(str, self.mode)), self.reduction]
         said += [str(self.dtype).removeprefix("torch."), "x".join(map(str, (*self.lead, self.D, self.V)))]
-        usual = None, 0, False, 1.0, self.reduction, -100, STATISTICS
+        usual = None, 0, False, 1.0, self.reduction, -100, self.names
         said += [f"{name}={value}" for name, value in self.options.items() if value not in usual]
-        said += [name for name in ("bias", "weighted", "wide", "full", "masked", "kept") if getattr(self, name)]
+        flags = "bias", "weighted", "wide", "full", "masked", "kept", "classes", "mixed"
+        said += [name for name in flags if getattr(self, name)]
         said += [f"main={self.main}"] if self.main else []
         said += [f"lora={self.lora}"] if self.lora else []
         return "-".join(said + ([f"frozen={self.frozen}"] if self.frozen else []))
@@ -178,9 +193,11 @@ def draw(case, seed=0):
     flat[::2] = best[::2]  # so that some predictions are correct
     flat[:1] = case.V - 1
     flat[2::3] = case.ignore_index
+    if case.mixed:
+        labels = 1.5 * (2 * drawn(*case.lead, case.V)).softmax(-1)
     plain = case.reduction != "none" or case.promised
     dys = [torch.full(case.lead if case.reduction == "none" else (), UPSTREAM) if plain else drawn(*case.lead) + 2]
-    dys += [drawn(*case.lead) for _ in range(3 * case.full)]
+    dys += [drawn(*case.lead) for name in case.names if name in DIFFERENTIABLE_STATISTICS]
     lora_a = drawn(case.lora, case.D) / case.D**0.5 if case.lora else None
     lora_b = drawn(case.V, case.lora) / case.lora**0.5 if case.lora else None
     given = {
@@ -272,9 +289,13 @@ def _eager(case, labels, rounded):
             product = product + F.linear(Rounded.apply(low, case.dtype, False, factor) if rounded else low, lora_b)
         if rounded:
             product = Rounded.apply(product, case.dtype, case.wide, factor)
-        rows = row_losses(product, labels, terms, STATISTICS if case.full else (), _mask(case, labels) if case.masked else None)
-        loss = reduce_losses(rows.loss, labels, case.ignore_index, token_weight, case.reduction)
-        return (loss, *(rows.statistic(name, terms) for name in STATISTICS)) if case.full else (loss,)
+        of_rows, mixed = split_labels(labels)
+        targets, smoothing = Targets(mixed, case.class_weight()), case.smoothing
+        masses = targets if has_masses(*targets, smoothing) else None
+        rows = row_losses(product, of_rows, terms, case.names, _mask(case, labels) if case.masked else None, masses)
+        weights = row_weights(of_rows, case.ignore_index, *targets, smoothing, token_weight)
+        loss = reduce_losses(rows.loss, of_rows, case.ignore_index, weights.of_losses, case.reduction, weights.of_mean)
+        return (loss, *(rows.statistic(name, terms) for name in case.names))
 
     return call
 
@@ -292,9 +313,9 @@ def _leaves(case, given, dtype=None):
 
 
 def _results(case, outs, leaves, grads, labels):
-    found = {name: out.detach() for name, out in zip(("loss", *STATISTICS), outs, strict=False)}
+    found = {name: out.detach() for name, out in zip(("loss", *case.names), outs, strict=False)}
     found |= {f"d{name}": grads[name] for name in NAMES if leaves[name] is not None and name not in case.frozen.split()}
-    if "dweight" in found:
+    if "dweight" in found and not case.mixed:
         there = labels[labels != case.ignore_index].unique()
         found["dweight of labels"] = found["dweight"][there]
     return found
@@ -304,7 +325,7 @@ def _backward(case, outs, dys):
     """Run backward of all differentiable outputs, if any. A loss with grad_scale is differentiated by itself."""
     if not outs[0].requires_grad:
         return
-    count = 1 if case.promised or not case.full else 4
+    count = 1 if case.promised else 1 + sum(name in DIFFERENTIABLE_STATISTICS for name in case.names)
     torch.autograd.backward(outs[:count], [dy.to(out.dtype) for dy, out in zip(dys[:count], outs, strict=False)])
 
 
@@ -322,6 +343,7 @@ def _ours(module, case, given, labels, dys, backend):
         leaves[name].main_grad = torch.zeros_like(leaves[name], dtype=case.main)
     call = op(case.mode, module, backend=backend, logits_dtype=FP32 if case.wide else None, **case.options)
     more = {"grad_scale": UPSTREAM} if case.promised else {}
+    more |= {"class_weight": case.class_weight()} if case.classes else {}
     more |= {"vocab_mask": _mask(case, labels)} if case.masked else {}
     more |= {"lora": module.LoRA(leaves["lora_a"], leaves["lora_b"], LORA_SCALE)} if case.lora else {}
     rows = nullcontext() if case.kept else mock.patch.object(module, "_rows_to_compute", return_value=None)
@@ -330,7 +352,7 @@ def _ours(module, case, given, labels, dys, backend):
         for _ in range(2 if moved else 1):
             leaves["hidden"].grad = None
             returned = call(leaves["hidden"], leaves["weight"], labels, leaves["bias"], leaves["token_weight"], **more)
-            outs = (returned[0], *returned[1]) if case.full else (returned,)
+            outs = (returned[0], *(getattr(returned[1], name) for name in case.names)) if case.full else (returned,)
             _backward(case, outs, dys)
     grads = {name: t.main_grad / 2 if name in moved else None if t is None else t.grad for name, t in leaves.items()}
     if case.weighted and moved and grads["token_weight"] is not None:
@@ -346,7 +368,7 @@ def judge_case(module, case, seeds=1, backend="triton"):
         ours = _ours(module, case, given, labels, dys, backend)
         baseline, exact = (_theirs(case, given, labels, dys, dtype) for dtype in (FP32, FP64))
         found += _exactly(case, ours, given, labels)
-        if case.full:
+        if "correct" in case.names:
             right = ours.pop("correct"), exact.pop("correct")
             found.append(Finding("correct", "wrong", _wrong(case, given, *right), 0, 0))
         trials.append((ours, baseline, exact))
@@ -365,7 +387,7 @@ def _wrong(case, given, ours, exact):
 
 def _exactly(case, ours, given, labels):
     """Check that ignored rows have a loss and a gradient of exactly 0; that losses are fp32 and gradients as their tensors."""
-    ignored = labels == case.ignore_index
+    ignored = split_labels(labels)[0] == case.ignore_index
     rest = 0
     if case.reduction == "none":
         rest += int(ours["loss"][ignored].count_nonzero())

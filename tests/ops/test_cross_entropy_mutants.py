@@ -6,6 +6,7 @@ from ops.cross_entropy_oracle import BF16, FP32, Case, cases, judge_case
 import onepass.ops.loss.cross_entropy as module
 
 pytest.importorskip("triton")
+from onepass.kernels import layout
 from onepass.ops.loss import formula, row_formula, row_functions, row_kernels, targets
 from onepass.ops.loss import reduction as losses
 from onepass.testing.mutants import copy_package, mutate
@@ -18,7 +19,7 @@ MIXED = Case((4,), 130, FP32, "none", 0.1, 0.1, mixed=True, weighted=True, stats
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the case that catches it, by whom
     "gradient beside the logits": (module, "_logits_gradient", "in_place or ", "", SLICED, "triton"),
     "gradient over logits that are not given away": (module, "_logits_gradient", "in_place or copied", "True", PLAIN, "triton"),
-    "a copy's gradient is lost": (module, "_matrix", "return x", "return logits", Case((5,), 40, layout="strided"), "triton"),
+    "a copy's gradient is lost": (layout, "as_matrix", "return rows if rows", "return x if x", Case((5,), 40, layout="strided"), "triton"),
     "incoming gradient forgotten": (module, "_CrossEntropy.backward", "dy, reduction", "dy * 0 + 1, reduction", PLAIN, "triton"),
     "smoothing forgotten in backward": (module, "_CrossEntropy.backward", "mass, terms", "mass, terms._replace(smoothing=0.0)", MEAN, "triton"),
     "scale of the mean forgotten in backward": (module, "_forward", "of_losses, scale", "of_losses, None", MEAN, "triton"),

@@ -52,6 +52,21 @@ def test_every_way_of_every_reduction(options, dtype, way):
         check(Case(way, reduction, dtype, **OPTIONS[options]))
 
 
+CLASSES = {  # class weights alone are weights of rows; the others are read column by column
+    "weights": {"classes": True, "weighted": True, "z_loss": 1e-2, "kept": True},
+    "smoothed": {"classes": True, "weighted": True, "z_loss": 1e-2, "smoothing": 0.2, "full": True, "bias": True},
+    "probabilities": {"classes": True, "mixed": True, "weighted": True, "smoothing": 0.1, "softcap": 3.0, "full": True},
+    "frozen": {"mixed": True, "main": FP32, "frozen": "hidden"},
+}
+
+
+@ways
+@pytest.mark.parametrize("options", CLASSES)
+def test_class_weights_and_probabilities(options, way):
+    for reduction in reductions_of(way):
+        check(Case(way, reduction, BF16 if "frozen" in options else FP32, **CLASSES[options]))
+
+
 LORAS = {
     "plain": {"lora": 3},
     "frozen": {"lora": 3, "frozen": "weight bias", "bias": True, "weighted": True, "softcap": 3.0},
@@ -153,6 +168,9 @@ KERNELS = [  # few and fat: a program costs about the same whatever the size of 
     Case("grad_in_forward", "mean", BF16, (20,), V=9001, lora=5, frozen="weight"),
     Case(("recompute", 6, 2500), "mean", FP32, (8,), V=6001, full=True, z_loss=1e-2, bias=True),
     Case("blocks", "sum", FP16, (9,), wide=True, softcap=2.0, scale=1.5),
+    Case("known_grad_scale", "mean", BF16, (5,), V=2100, mixed=True, classes=True, smoothing=0.1),
+    Case(("recompute", 3, 1000), "none", BF16, (5,), V=2100, mixed=True, full=True),
+    Case("both", "mean", FP32, (18,), V=130, classes=True, smoothing=0.2, z_loss=1e-2, weighted=True),
     Case(("loss_only", 8, ALL), "mean", BF16, (11,), V=2100, frozen="hidden weight", full=False, smoothing=0.1),
 ]
 

@@ -10,7 +10,7 @@ from onepass.testing.poison import unchanged
 
 LORA = onepass.LoRA
 x, w, y = torch.ones(3, 4), torch.ones(6, 4), torch.tensor([0, 5, -100])
-bias, rows = torch.ones(6), torch.ones(3)
+bias, rows, p = torch.ones(6), torch.ones(3), torch.ones(3, 6)
 NAN, INF = float("nan"), float("inf")
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -49,7 +49,17 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "lora.scale infinite": (
         (x, w, y), {"lora": LORA(w[:2], w[:, :2], INF)}, ValueError, ("lora.scale must be finite", "inf"),
     ),
-    "labels of floats": ((x, w, y.float()), {}, TypeError, ("labels must be", "int32 or int64", "torch.float32")),
+    "labels of floats": ((x, w, y.float()), {}, ValueError, ("labels of torch.float32 are probabilities", "(3, 6)", "hidden")),
+    "probabilities of hidden's shape": ((x, w, x), {}, ValueError, ("labels of torch.float32 are prob", "(3, 6)", "(3, 4)")),
+    "probabilities and a mask": (
+        (x, w, p), {"vocab_mask": bias > 0}, ValueError, ("vocab_mask and labels that are probabilities exclude each other",),
+    ),
+    "probabilities and rows": (
+        (x, w, p), {"rows": onepass.kept_rows(y)}, ValueError, ("rows and labels that are probabilities exclude each other",),
+    ),
+    "probabilities' label": ((x, w, p), {"return_stats": ["correct"]}, ValueError, ("return_stats can't have correct",)),
+    "class_weight short": ((x, w, y), {"class_weight": rows}, ValueError, ("class_weight must have shape (6,)", "(3,)")),
+    "class_weight no tensor": ((x, w, y), {"class_weight": [1.0]}, TypeError, ("class_weight must be", "None", "list")),
     "labels of bytes": ((x, w, y.to(torch.uint8)), {}, TypeError, ("labels must be", "int32 or int64", "torch.uint8")),
     "labels no tensor": ((x, w, [0, 5, 1]), {}, TypeError, ("labels must be", "int32 or int64", "list")),
     "short labels": ((x, w, y[:2]), {}, ValueError, ("labels must have shape (3,)", "hidden", "(2,)")),

@@ -19,6 +19,8 @@ from onepass.testing.mutants import copy_package, mutate
 KEEP, FORWARD, AGAIN, BLOCKS = Case("keep_logits"), Case("grad_in_forward"), Case("recompute"), Case("blocks")
 FULL = Case("both", "none", full=True, smoothing=0.1, bias=True)
 WEIGHTED = Case("grad_in_forward", weighted=True, bias=True)
+CLASSES = Case("grad_in_forward", classes=True, weighted=True)
+MIXED = Case("both", "none", mixed=True)
 MAIN, PROMISED = Case("recompute", main=FP32), Case("known_grad_scale", main=FP32, bias=True)
 NARROW, WIDE = Case("both", dtype=BF16), Case("grad_in_forward", dtype=BF16, wide=True, bias=True)
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the case that catches it
@@ -62,8 +64,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "no token weights in forward": (steps, "_forward", "None, token_weight", "None, None", WEIGHTED),
     "no token weights in backward": (autograd, "_incoming", "saved.token_weight", "None", Case("recompute", weighted=True)),
     "no mean in backward": (autograd, "_incoming", "saved.scale", "None", KEEP),
-    "token_weight's gradient of a sum for a mean's": (autograd, "_token_weight_gradient", " - mean, 0", ", 0", WEIGHTED),
-    "token_weight's gradient without what comes back": (autograd, "_token_weight_gradient", "(losses * (saved.rows(dloss) if dloss.dim() else dloss))", "losses", Case("keep_logits", "sum", weighted=True)),
+    "token_weight's gradient of a sum for a mean's": (autograd, "_token_weight_gradient", "each - (mean if of_label is None else mean * of_label)", "each", WEIGHTED),
+    "token_weight's gradient without what comes back": (autograd, "_token_weight_gradient", "(each * (saved.rows(dloss) if dloss.dim() else dloss))", "each", Case("keep_logits", "sum", weighted=True)),
     "stats' gradients forgotten": (autograd, "_incoming", "saved.rows(t).to(wide).contiguous()", "None", FULL),
     "stats' gradients one another's": (autograd, "_incoming", "zip(options.differentiable(),", "zip(options.differentiable()[::-1],", Case("keep_logits", full=True)),
     "what waited is used where stats came too": (autograd, "_LinearCrossEntropy.backward", "ctx.made and not stats", "ctx.made", Case("grad_in_forward", full=True)),
@@ -136,6 +138,13 @@ KEPT, KEPT_MASKED = Case("keep_logits", "none", kept=True, weighted=True, full=T
 MUTANTS |= {
     "a mask of the first columns": (row_formula, "_statistics", "allowed_columns(bits, first, W)", "allowed_columns(bits, 0, W)", MASKED),
     "gradients outside of the mask": (row_formula, "row_gradients", "first, x.shape[1]), 0.0)", "first, x.shape[1]), 1e-2)", MASKED),
+    "a mean by the tokens' weights alone": (autograd, "_rows_of", "found.divisor", "weights", replace(CLASSES, smoothing=0.2)),
+    "token weights' gradient without the class": (autograd, "_token_weight_gradient", "losses * of_label", "losses", CLASSES),
+    "the mean's part of it": (autograd, "_token_weight_gradient", "mean * of_label", "mean", replace(CLASSES, smoothing=0.2)),
+    "masses forgotten in backward": (autograd, "_incoming", "mass=saved.mass", "mass=torch.ones_like(g)", MIXED),
+    "masses forgotten in forward": (passes, "_GradInForward.add_partial_rows", "mass=done.mass", "mass=torch.ones_like(g)", replace(MIXED, mode="known_grad_scale", reduction="sum")),
+    "each chunk has the first one's probabilities": (head, "Chunks.targets", "self.take(chunk, targets.probabilities)", "targets.probabilities[: chunk.stop - chunk.start]", MIXED),
+    "each block has the first one's": (row_formula, "_mass", "[:, first : first + z.shape[1]]", "[:, : z.shape[1]]", MIXED),
     "masks of rows before the ignored ones left": (autograd, "_rows_of", "bits if bits is None or bits.shape[0] == 1 else selection.take(bits)", "bits", KEPT_MASKED),
     "the first chunk's masks": (head, "Chunks.bits", "self.take(chunk, bits)", "bits[: chunk.stop - chunk.start]", MASKED),
     "kept rows one too few": (kept_rows, "KeptRows.selection", "min(own, ceil_div(max(self.counts()), grain) * grain)", "min(own, max(self.counts()) - 1)", KEPT),
@@ -147,6 +156,8 @@ KERNEL_MUTANTS |= {
     "a mask's bits from the top": (row_kernels, "_allowed", ">> (columns & 7)", ">> (7 - (columns & 7))", MASKED),
     "a mask of the first block": (row_kernels, "_statistics_kernel", "BITS_ROW, FIRST + columns", "BITS_ROW, columns", MASKED),
     "gradients outside of the kernel's mask": (row_kernels, "_gradient_kernel", "BITS_ROW, FIRST + columns", "BITS_ROW, columns", MASKED),
+    "the kernel reduces by other weights": (autograd, "_LinearCrossEntropy.forward", "rows.scale, of_mean", "rows.scale", replace(CLASSES, smoothing=0.2, lead=(6,))),
+    "the first block's probabilities": (row_functions, "target_mass", "first + columns", "columns", MIXED),
     "the first row's mask": (row_kernels, "_allowed", "row * BITS_ROW", "0", MASKED),
 }  # fmt: skip
 

@@ -190,6 +190,38 @@ def test_compiled_with_promises_and_stats():
     )
 
 
+@pytest.mark.parametrize("mixed", (False, True), ids=("labels", "probabilities"))
+def test_class_weights_and_probabilities_wrapped(mixed):
+    """Deferred, in a second backward, under transforms and compiled: as PyTorch's loss of all logits."""
+    hidden, weight, labels, *_ = tensors()
+    classes = torch.rand(weight.shape[0], device=DEVICE)
+    targets = torch.randn(*labels.shape, len(classes), device=DEVICE).softmax(-1) if mixed else labels
+    flat = targets.flatten(0, -2) if mixed else targets.flatten()
+    options = {"class_weight": classes, "label_smoothing": 0.1}
+
+    def theirs(hidden, weight):
+        return F.cross_entropy((hidden @ weight.t()).flatten(0, -2), flat, classes, label_smoothing=0.1)
+
+    def ours(hidden, weight, **more):
+        return onepass.linear_cross_entropy(hidden, weight, targets, **options, **more)
+
+    expected = torch.autograd.grad(theirs(hidden, weight), (hidden, weight))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for function in (ours, compiled):
+        loss = function(hidden, weight)
+        found = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        assert nearly_equal(found, expected)
+        if function is ours:
+            assert equal(found, torch.autograd.grad(loss, (hidden, weight)))
+    assert nearly_equal(torch.func.grad(ours, argnums=(0, 1))(hidden.detach(), weight.detach()), expected)
+    later, own = DeferredWgrad(), torch.nn.Parameter(weight.detach().clone())
+    own.main_grad = torch.zeros_like(own)
+    ours(hidden, own, deferred=later).backward()
+    later.flush()
+    assert nearly_equal([hidden.grad, own.main_grad], expected)
+
+
 @pytest.mark.parametrize("main", (None, FP16), ids=str)
 def test_autocast_around_backward_rounds_nothing(main):
     hidden, weight, labels, *_ = tensors(dtype=BF16)

@@ -29,6 +29,7 @@ OPTIONS = {
     "mean": {},
     "sum": {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-2},
     "none": {"reduction": "none", "softcap": 5.0, "logit_scale": 0.5},
+    "probabilities": {"label_smoothing": 0.1, "class_weight": torch.linspace(0, 2, sum(VOCABULARY[2]))},
 }
 
 
@@ -73,6 +74,12 @@ def inputs(rank, ranks, sequence, dtype=torch.float32):
     return rows, nn.Parameter(part(weight, rank, ranks).clone()), nn.Parameter(part(bias, rank, ranks).clone()), labels, weights
 
 
+def probabilities(labels):
+    """Return [*labels' shape, V], which sum to 1."""
+    generator = torch.Generator().manual_seed(7)
+    return drawn(torch.randn, labels.numel(), sum(VOCABULARY[2]), generator=generator).softmax(-1).view(*labels.shape, -1)
+
+
 def forced(way):
     """Patch the planner to return the plan of a way."""
 
@@ -85,6 +92,9 @@ def forced(way):
 
 def call(rank, ranks, group, sequence, dtype=torch.float32, main=None, **options):
     hidden, weight, bias, labels, weights = inputs(rank, ranks, sequence, dtype)
+    if "class_weight" in options:
+        options["class_weight"] = options["class_weight"].to(hidden.device)
+        labels = part(probabilities(labels).movedim(-1, 0), rank, ranks).movedim(0, -1)
     for parameter in (weight, bias):
         if main is not None:
             parameter.main_grad = torch.zeros(parameter.shape, dtype=main, device=parameter.device)

@@ -25,6 +25,8 @@ def exactly(dtype=torch.float32, upstream=UPSTREAM, weighted=True, biased=True, 
     hidden, weight, bias, labels, weights = ranks_file.whole(dtype)
     hidden, weight, bias = (t.double().requires_grad_() for t in (hidden, weight, bias))
     more = {"bias": bias} if biased else {}
+    if "class_weight" in options:
+        labels = ranks_file.probabilities(labels)
     loss = linear_cross_entropy_reference(hidden, weight, labels, token_weight=weights if weighted else None, **more, **options)
     loss.backward(torch.full_like(loss, upstream))
     return {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}

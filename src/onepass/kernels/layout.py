@@ -16,6 +16,12 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     return (x, levels[0][1]) if len(levels) == 1 else (x.contiguous(), x.shape[-1])
 
 
+def as_matrix(x: Tensor) -> tuple[Tensor, bool]:
+    """Return x as [rows, columns], by `as_rows`, and whether that is a copy."""
+    rows, _ = as_rows(x)
+    return rows if rows.dim() == 2 else rows.view(x.shape[:-1].numel(), x.shape[-1]), rows is not x
+
+
 def as_groups(x: Tensor, heads: bool) -> tuple[Tensor, Groups]:
     """Like `as_rows`; with `heads`, also accepts a head-split slice of a fused projection, without copying."""
     if x.is_contiguous():

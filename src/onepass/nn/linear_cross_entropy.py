@@ -19,6 +19,7 @@ from onepass.ops.loss.kept_rows import KeptRows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.reduction import check_reduction, check_terms
+from onepass.ops.loss.targets import check_class_weight
 from onepass.parallel.collectives import gather_last
 
 
@@ -39,6 +40,7 @@ class LinearCrossEntropy(VocabularyHead):
         bias: add a bias to the logits.
         reduction, ignore_index, label_smoothing, z_loss, softcap: as in `onepass.linear_cross_entropy`.
         logit_scale, temperature, logits_dtype, chunk_bytes: the same.
+        class_weight: the same, whole on every rank. It moves with the module, and is not in its state dict.
         skip_weight_param_allocation: have no weight. Each call passes one, such as an embedding's.
         init_method: called on the whole weight; the bias then starts at zero. By default both start as torch.nn.Linear's do.
         tp_group: the ranks that shard the vocabulary. None is this rank alone. hidden's gradient is summed over them.
@@ -47,6 +49,7 @@ class LinearCrossEntropy(VocabularyHead):
     """
 
     deferred: DeferredWgrad | None = None
+    class_weight: Tensor | None
     usual: ClassVar[dict[str, Any]] = {
         "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0,
         "temperature": 1.0, "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
@@ -66,6 +69,7 @@ class LinearCrossEntropy(VocabularyHead):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         temperature: float = 1.0,
+        class_weight: Tensor | None = None,
         logits_dtype: torch.dtype | None = None,
         chunk_bytes: int | None = None,
         skip_weight_param_allocation: bool = False,
@@ -81,6 +85,8 @@ class LinearCrossEntropy(VocabularyHead):
         self.reduction, self.ignore_index = reduction, ignore_index
         self.label_smoothing, self.z_loss, self.softcap, self.logit_scale = label_smoothing, z_loss, softcap, logit_scale
         self.temperature, self.logits_dtype, self.chunk_bytes = temperature, logits_dtype, chunk_bytes
+        check_class_weight("class_weight", class_weight, vocab_size, None)
+        self.register_buffer("class_weight", class_weight, persistent=False)
         self.sequence_parallel = sequence_parallel and self.ranks > 1  # a single rank has the whole sequence
         self.hold_vocabulary(
             hidden_size, vocab_size, bias=bias, skip_weight_param_allocation=skip_weight_param_allocation,
@@ -105,7 +111,8 @@ class LinearCrossEntropy(VocabularyHead):
 
         Args:
             hidden: ``[..., hidden_size]``. With sequence_parallel, this rank's shard along the first dimension.
-            labels: ``[...]``, for the whole sequence and from the whole vocabulary.
+            labels: ``[...]``, for the whole sequence and from the whole vocabulary; or probabilities ``[..., vocab_size]``, of
+                which each rank has its shard's columns.
             token_weight, grad_scale, return_stats, rows, vocab_mask: as in `onepass.linear_cross_entropy`.
             weight: this rank's shard of another weight, used instead of the module's own.
             lora: an `onepass.LoRA` of the weight, for the loss alone: `logits` has none.
@@ -128,6 +135,7 @@ class LinearCrossEntropy(VocabularyHead):
             logit_scale=self.logit_scale,
             temperature=self.temperature,
             token_weight=token_weight,
+            class_weight=self.class_weight,
             logits_dtype=self.logits_dtype,
             grad_scale=grad_scale,
             chunk_bytes=self.chunk_bytes,

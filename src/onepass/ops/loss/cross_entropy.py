@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
-from onepass.kernels.layout import as_rows
+from onepass.kernels.layout import as_matrix
 from onepass.ops.loss import row_formula, row_kernels
 from onepass.ops.loss.formula import (
     DIFFERENTIABLE_STATISTICS,
@@ -99,24 +99,18 @@ def _formula(
 _ROWS: tuple[Any, Any] = row_formula, row_kernels
 
 
-def _matrix(logits: Tensor) -> tuple[Tensor, bool]:
-    """Logits as [rows, columns], and whether that is a copy."""
-    x, _ = as_rows(logits)
-    return x if x.dim() == 2 else x.view(logits.shape[:-1].numel(), logits.shape[-1]), x is not logits
-
-
 def _statistics(
     logits: Tensor, labels: Tensor, place: Tensor | None, targets: Targets | None, terms: LossTerms, stats: tuple[str, ...],
     use_triton: bool,
 ) -> Tensor:  # fmt: skip
     """[parts, planes, rows]."""
-    x, _ = _matrix(logits)
+    x, _ = as_matrix(logits)
     V = 0 if place is not None else x.shape[1]
     return _ROWS[use_triton].row_statistics(x, labels, terms, stats, 0, V, place, None, targets)  # type: ignore[no-any-return]
 
 
 def _targets(probabilities: Tensor | None, class_weight: Tensor | None) -> Targets | None:
-    return as_targets(None if probabilities is None else _matrix(probabilities)[0], class_weight)
+    return as_targets(None if probabilities is None else as_matrix(probabilities)[0], class_weight)
 
 
 def _names(stats: str) -> tuple[str, ...]:
@@ -171,7 +165,7 @@ def _logits_gradient(
     mass: Tensor | None, terms: LossTerms, use_triton: bool, in_place: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the gradient, of the logits' shape: over the logits, over the copy that had to be made, or in new memory."""
-    x, copied = _matrix(logits)
+    x, copied = as_matrix(logits)
     out = x if in_place or copied else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     V = 0 if place is not None else x.shape[1]
     incoming, targets = RowGradients(g, dlse, dlog_prob, dentropy, mass), _targets(probabilities, class_weight)

@@ -40,6 +40,12 @@ def _with_probabilities(device: torch.device, dtype: torch.dtype) -> tuple[Tenso
     return logits, targets.softmax(-1), weight.abs()
 
 
+def _with_head_and_probabilities(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Hidden states, a head's weight, probabilities and class weights."""
+    _, targets, weight = _with_probabilities(device, dtype)
+    return *random_tensors(((11, 61), (203, 61)), device, dtype), targets, weight
+
+
 def with_lora(named: dict[str, Tensor]) -> dict[str, Any]:
     """Make a LoRA of the tensors whose names end in ".a" and ".b", if there are such."""
     found: dict[str, Any] = dict(named)
@@ -83,6 +89,13 @@ SAMPLES = {
         partial(_with_labels, ((11, 61), (203, 61))),
         linear_cross_entropy_reference,
         {"reduction": "none", "logit_scale": 0.2},
+    ),
+    "linear_cross_entropy: probabilities": Sample(
+        _with_head_and_probabilities,
+        linear_cross_entropy_reference,
+        {"label_smoothing": 0.1, "logit_scale": 0.2},
+        keywords=("class_weight",),
+        frozen=2,
     ),
     "linear_cross_entropy: lora": LoRASample(
         partial(_with_labels, ((11, 61), (203, 61), (5, 61), (203, 5))),
@@ -185,6 +198,7 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         "temperature": draw.choose((1.0, 0.7)),
         "return_stats": draw.choose((False, False, True, STATISTICS, ("entropy",), ("logsumexp", "mean_logit"))),
     }
+    tensors |= _random_targets(draw, options, lead, vocabulary, "class_weight")
 
     def formula(**given: Any) -> Any:
         found = linear_cross_entropy_reference(**given, **options)
@@ -272,6 +286,7 @@ def _both_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.1},
+    "classes": {"label_smoothing": 0.1},
     "all terms": {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0, "logit_scale": 0.5},
 }
 
@@ -306,6 +321,7 @@ def _linear_cross_entropy_calls() -> Iterator[CoveringCall]:
         yield _linear_cross_entropy_call(128256, mode, option="stats")
     for mode in ("known_grad_scale", "keep_logits", "blocks"):
         yield _linear_cross_entropy_call(128256, mode, option="mask")
+    yield _linear_cross_entropy_call(128256, "known_grad_scale", option="classes")
     for width in (1001, 50257):
         for dtype in (torch.bfloat16, torch.float32):
             for terms in (LossTerms(), LossTerms(smoothing=0.1, z_loss=1e-3, softcap=30.0)):
@@ -321,9 +337,10 @@ def _linear_cross_entropy_call(width: int, mode: str, dtype: torch.dtype = torch
         if option == "main_grad":
             give_main_grad(weight)
         mask = torch.empty(2048, ceil_div(width, 8), dtype=torch.uint8, device="meta") if option == "mask" else None
+        classes = meta(width, dtype=torch.float32).detach() if option == "classes" else None
         asked = option == "stats"
         found = linear_cross_entropy(
-            hidden, weight, labels, return_stats=asked, vocab_mask=mask, backend="triton", **options
+            hidden, weight, labels, return_stats=asked, vocab_mask=mask, class_weight=classes, backend="triton", **options
         )
         result: Tensor = torch.cat([found[0], *found[1][:3]]) if option == "stats" else found  # a gradient comes for each
         return result

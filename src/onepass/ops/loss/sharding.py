@@ -48,20 +48,22 @@ def shard_linear_cross_entropy(given: dict[str, Any], at: Mapping[str, Split], r
     """Rows are divided where the weight is whole. A weight divided by rows is the vocabulary-parallel loss."""
     refuse(given, "tp_group", "deferred", "rows", "grad_scale")
     hidden, mask = given["hidden"], given["vocab_mask"]
-    rows = first_split(leading_split(at["hidden"], hidden), at["labels"])
+    rows = first_split(leading_split(at["hidden"], hidden), _rows_of_labels(given, at))
     heads = ("weight", "bias", "lora.a", "lora.b")
     inputs: dict[str, Split]
     if at["weight"] == 0:
         if mask is not None and mask.dtype is torch.uint8:
             raise ValueError("vocab_mask must be of bools where the vocabulary is divided, but is of bits")
-        inputs = {"weight": 0, "bias": 0, "lora.a": WHOLE, "lora.b": 0, "labels": WHOLE, "token_weight": WHOLE}
+        inputs = {"weight": 0, "bias": 0, "lora.a": WHOLE, "lora.b": 0, "token_weight": WHOLE, "class_weight": WHOLE}
+        labels = given["labels"]
+        inputs["labels"] = labels.dim() - 1 if labels.is_floating_point() else WHOLE
         inputs["vocab_mask"] = WHOLE if mask is None else mask.dim() - 1
         sequence = rows == 0 and hidden.dim() > 1 and hidden.shape[0] % ranks == 0
         inputs["hidden"] = 0 if sequence else WHOLE  # the op gathers it, or sums its gradient
         return Layout(inputs, group="tp_group", options={"sequence_parallel": sequence})
     if at["weight"] != WHOLE:
         refuse_split("weight", at["weight"], "Shard(0) or Replicate")
-    inputs = all_as(WHOLE, *heads) | {"hidden": rows, "labels": rows, "token_weight": rows}
+    inputs = all_as(WHOLE, *heads, "class_weight") | {"hidden": rows, "labels": rows, "token_weight": rows}
     inputs["vocab_mask"] = rows if mask is not None and mask.dim() > 1 else WHOLE
     return _by_rows(given, rows, inputs, all_as(PARTIAL, *heads), "labels", "token_weight")
 

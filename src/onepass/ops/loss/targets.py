@@ -110,15 +110,18 @@ def check_probabilities(
         )
 
 
-def check_class_weight(name: str, class_weight: Tensor | None, V: int | None, device: torch.device) -> None:
-    """Raise unless each of V classes has a weight. V is None where ranks share the vocabulary: its size is on the device."""
+def check_class_weight(name: str, class_weight: Tensor | None, V: int | None, device: torch.device | None) -> None:
+    """Raise unless each of V classes has a weight. V is None where ranks share the vocabulary: its size is on the device.
+
+    device: None for any.
+    """
     if class_weight is None:
         return
     check_floating(name, class_weight, True)
     if class_weight.dim() != 1 or class_weight.shape[0] != (max(1, class_weight.shape[0]) if V is None else V):
         expected = "one dimension, the whole vocabulary's" if V is None else f"shape {(V,)}"
         raise ValueError(f"{name} must have {expected}, a number for each class, but has shape {tuple(class_weight.shape)}")
-    if class_weight.device != device:
+    if device is not None and class_weight.device != device:
         raise ValueError(f"{name} must be on {device}, as the labels, but is on {class_weight.device}")
     if class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} must be detached, as it gets no gradient, but requires grad")

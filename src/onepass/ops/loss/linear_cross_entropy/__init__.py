@@ -39,6 +39,7 @@ from onepass.ops.loss.reduction import (
 )
 from onepass.ops.loss.sharding import shard_linear_cross_entropy
 from onepass.ops.loss.statistics import check_statistics, make_stats
+from onepass.ops.loss.targets import Targets, check_class_weight, has_masses, row_weights, split_labels
 from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
 from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
@@ -64,26 +65,31 @@ def linear_cross_entropy_reference(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
     vocab_mask: Tensor | None = None,
     return_stats: bool | Sequence[str] = False,
 ) -> Any:
     """Return the loss, or (loss, stats), by the formula, for every type."""
     bits = None if vocab_mask is None else packed_mask(vocab_mask)
     terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    return _formula(hidden, weight, labels, bias, lora, token_weight, bits, terms, reduction, return_stats)
+    labels, probabilities = split_labels(labels)
+    targets = Targets(probabilities, class_weight)
+    return _formula(hidden, weight, labels, targets, bias, lora, token_weight, bits, terms, reduction, return_stats)
 
 
 def _formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, lora: LoRA | None, token_weight: Tensor | None,
-    bits: Tensor | None, terms: LossTerms, reduction: str, return_stats: bool | Sequence[str],
+    hidden: Tensor, weight: Tensor, labels: Tensor, given: Targets, bias: Tensor | None, lora: LoRA | None,
+    token_weight: Tensor | None, bits: Tensor | None, terms: LossTerms, reduction: str, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
     stats = check_statistics(return_stats)
     allowed = None if bits is None else allowed_columns(bits, 0, weight.shape[0])
     if allowed is not None:
         allowed = allowed[0] if len(allowed) == 1 else allowed.view(*labels.shape, weight.shape[0])
-    rows = row_losses(head_logits(hidden, weight, bias, lora), labels, terms, stats, allowed)
+    targets = given if has_masses(*given, terms.smoothing) else None
+    rows = row_losses(head_logits(hidden, weight, bias, lora), labels, terms, stats, allowed, targets)
     weights = None if token_weight is None else token_weight.reshape(labels.shape)
-    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction)
+    weights, of_mean = row_weights(labels, terms.ignore_index, *given, terms.smoothing, weights)
+    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction, of_mean)
     return (loss, make_stats(return_stats, [rows.statistic(name, terms) for name in stats])) if stats else loss
 
 
@@ -103,17 +109,21 @@ def _unsupported(hidden: Tensor) -> str | None:
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the time and memory that this is expected to take."""
     options, group = _checked(**vars(call))
+    labels, probabilities = split_labels(call.labels)
     lora = (None, None) if call.lora is None else call.lora[:2]
     needs = Needs(
         needs_grad(call.hidden), needs_grad(call.weight) and call.deferred is None, needs_grad(call.bias), *map(needs_grad, lora)
     )
     main_grad = getattr(call.weight, "main_grad", None)
     main_grad = main_grad if isinstance(main_grad, Tensor) else None
-    rows = _rows_to_compute(call.hidden, call.weight, call.labels, options, group, call.rows)
+    rows = _rows_to_compute(call.hidden, call.weight, labels, options, group, call.rows)
     selection = None if rows is None else rows.selection(0, call.hidden.device)
-    tokens = call.labels.numel() if selection is None else selection.whole.shape[0]
-    said = f"{tokens} of {call.labels.numel()} rows" if selection is not None else "all rows"
-    if rows is None:
+    tokens = labels.numel() if selection is None else selection.whole.shape[0]
+    said = f"{tokens} of {labels.numel()} rows" if selection is not None else "all rows"
+    if has_masses(probabilities, call.class_weight, options.smoothing):
+        said += ", their probabilities" if probabilities is not None else ", class weights"
+        said += " read beside the logits, for statistics and for gradients"
+    if rows is None and probabilities is None:
         said += _ignored_too(call) if call.rows is None else ": how many are kept is not known here"
     low_rank = 0 if call.lora is None else call.lora.a.shape[0]
     plan = plan_call(call.hidden, call.weight, tokens, options, needs, main_grad, low_rank=low_rank)
@@ -136,7 +146,8 @@ def _check(call: Call) -> None:
 def _checked(
     hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
     sequence_parallel: bool, bias: Tensor | None, lora: LoRA | None, label_smoothing: float, z_loss: float,
-    softcap: float | None, logit_scale: float, temperature: float, token_weight: Tensor | None, logits_dtype: torch.dtype | None,
+    softcap: float | None, logit_scale: float, temperature: float, token_weight: Tensor | None, class_weight: Tensor | None,
+    logits_dtype: torch.dtype | None,
     grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], rows: KeptRows | None,
     vocab_mask: Tensor | None, deferred: DeferredWgrad | None,
 ) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
@@ -165,14 +176,20 @@ def _checked(
         raise ValueError("lora and deferred exclude each other: flush() makes logits again without it")
     if weight.shape[0] == 0 and group is None:
         raise ValueError(f"weight must have at least one row, a token's, but has shape {tuple(weight.shape)}")
-    stats = check_statistics(return_stats, columns=weight.shape[0])
+    stats = check_statistics(return_stats, isinstance(labels, Tensor) and labels.is_floating_point(), weight.shape[0])
     tokens, sequence = hidden.shape[:-1], sequence_parallel and group is not None
     if sequence:
         assert group is not None
         if not tokens:
             raise ValueError(f"hidden must have a first dimension that the ranks share, but has shape {tuple(hidden.shape)}")
         tokens = torch.Size([tokens[0] * group.size(), *tokens[1:]])
-    check_labels(labels, tokens, hidden.device, ignore_index, "hidden")
+    check_labels(labels, tokens, hidden.device, ignore_index, "hidden", columns=weight.shape[0])
+    check_class_weight("class_weight", class_weight, weight.shape[0] if group is None else None, hidden.device)
+    labels, probabilities = split_labels(labels)
+    if probabilities is not None:
+        for name, value in (("vocab_mask", vocab_mask), ("rows", rows)):
+            if value is not None:
+                raise ValueError(f"{name} and labels that are probabilities exclude each other: no column and no row is left out")
     if token_weight is not None:
         check_per_token("token_weight", token_weight, labels.unsqueeze(-1))
     if vocab_mask is not None:
@@ -239,6 +256,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
     token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     grad_scale: float | None = None,
     chunk_bytes: int | None = None,
@@ -255,7 +273,8 @@ def linear_cross_entropy(
         hidden: ``[..., D]``. With sequence_parallel, this rank's part of the first dimension.
         weight: ``[V, D]``, of hidden's type. With a tp_group, this rank's rows, any number of them.
         labels: ``[...]``, int32 or int64, of the whole sequence and the whole vocabulary. A label out of range raises on a CPU
-            and under `validate`; on a GPU its row's loss is NaN, and it contributes no gradient.
+            and under `validate`; on a GPU its row's loss is NaN, and it contributes no gradient. Of a floating type and the
+            logits' shape (with a tp_group, of this rank's columns) they are probabilities, as in `cross_entropy`.
         tp_group: the ranks that share the vocabulary. hidden's gradient is summed over them.
         reduction: ``none``, ``sum`` or ``mean``. The mean divides by the number of rows that are kept, or by the sum of their
             token weights, and is 0 if there are none.
@@ -269,6 +288,7 @@ def linear_cross_entropy(
         logit_scale: multiplies the products.
         temperature: divides the logits, after the softcap.
         token_weight: ``[...]`` or ``[..., 1]``: multiplies each row's loss.
+        class_weight: ``[V]``, the `weight` of `cross_entropy`, whole on every rank. A label's multiplies its token's weight.
         logits_dtype: ``torch.float32`` never rounds a logit; None keeps them in the operands' type, as eager code does.
         grad_scale: the caller's promise that the loss's incoming gradient will be this number. Gradients are then finished in
             forward, the weight's straight in ``weight.main_grad`` if there is one. If the promise is broken, a CPU raises and a
@@ -294,7 +314,8 @@ def linear_cross_entropy(
     """
     given = {
         "bias": bias, "lora": lora, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
-        "logit_scale": logit_scale, "temperature": temperature, "token_weight": token_weight, "logits_dtype": logits_dtype,
+        "logit_scale": logit_scale, "temperature": temperature, "token_weight": token_weight, "class_weight": class_weight,
+        "logits_dtype": logits_dtype,
         "grad_scale": grad_scale, "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows,
         "vocab_mask": vocab_mask, "deferred": deferred,
     }  # fmt: skip
@@ -309,6 +330,7 @@ def linear_cross_entropy(
     chosen = choose("linear_cross_entropy", backend, _unsupported(hidden))
     if chosen not in NATIVE:
         return run_other("linear_cross_entropy", chosen, *args, **given | {"deferred": deferred})
+    labels, probabilities = split_labels(labels)
     if group is None:
         validate_labels(labels, weight.shape[0], ignore_index)
     if chosen != "triton":
@@ -320,19 +342,22 @@ def linear_cross_entropy(
                 raise RuntimeError(
                     f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
                 )
-        return _by_formula(hidden, weight, labels, bias, lora, token_weight, bits, options, return_stats)
+        targets = Targets(probabilities, class_weight)
+        return _by_formula(hidden, weight, labels, targets, bias, lora, token_weight, bits, options, return_stats)
     a, b = (None, None) if lora is None else lora[:2]
     if not needs_grad(hidden, weight, bias, token_weight, a, b):  # a Function can't tell, and makes gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
         bias, token_weight, a, b = (None if t is None else t.detach() for t in (bias, token_weight, a, b))
     kept = _rows_to_compute(hidden, weight, labels, options, group, rows)
-    found = apply(hidden, weight, bias, a, b, token_weight, labels, bits, options, group, deferred, kept)
+    found = apply(
+        hidden, weight, bias, a, b, token_weight, labels, bits, probabilities, class_weight, options, group, deferred, kept
+    )
     return (found[0], make_stats(return_stats, found[1:])) if options.stats else found
 
 
 def _by_formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, lora: LoRA | None, token_weight: Tensor | None,
-    bits: Tensor | None, options: LossOptions, return_stats: bool | Sequence[str],
+    hidden: Tensor, weight: Tensor, labels: Tensor, targets: Targets, bias: Tensor | None, lora: LoRA | None,
+    token_weight: Tensor | None, bits: Tensor | None, options: LossOptions, return_stats: bool | Sequence[str],
 ) -> Any:  # fmt: skip
     """Run the plain formula for transforms, which have to see every step."""
     product = options.product
@@ -341,7 +366,8 @@ def _by_formula(
     bias = None if bias is None else cast(cast(bias, product), dtype)
     lora = cast_lora(lora, product, dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _formula(hidden, weight, labels, bias, lora, token_weight, bits, options.terms, options.reduction, return_stats)
+        terms, reduction = options.terms, options.reduction
+        return _formula(hidden, weight, labels, targets, bias, lora, token_weight, bits, terms, reduction, return_stats)
 
 
 define_op(

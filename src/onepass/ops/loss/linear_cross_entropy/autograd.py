@@ -35,6 +35,7 @@ from onepass.ops.loss.linear_cross_entropy.steps import Needs
 from onepass.ops.loss.reduction import can_validate_labels, mean_scale, reduce_rows, row_gradient, validate_labels
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.ops.loss.scale import scale_into
+from onepass.ops.loss.targets import Targets, check_class_weight, has_masses, row_weights
 from onepass.parallel.vocab_shards import vocab_range
 from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twice_differentiable, under_checkpoint
 
@@ -45,8 +46,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-        token_weight: Tensor | None, labels: Tensor, bits: Tensor | None, options: LossOptions,
-        group: dist.ProcessGroup | None, deferred: DeferredWgrad | None, kept: KeptRows | None,
+        token_weight: Tensor | None, labels: Tensor, bits: Tensor | None, probabilities: Tensor | None,
+        class_weight: Tensor | None, options: LossOptions, group: dist.ProcessGroup | None, deferred: DeferredWgrad | None,
+        kept: KeptRows | None,
     ) -> Any:  # fmt: skip
         graph_break_if_deferred(deferred)
         need_hidden, need_weight, *need_others, need_token_weight = ctx.needs_input_grad[:6]
@@ -58,7 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         direct = not needs_dispatcher(hidden, weight, bias, lora_a, lora_b)
         by_kernel = options.use_triton and direct
         selection = None if kept is None else kept.selection(0 if group is None else group.rank(), hidden.device)
-        rows = _rows_of(hidden, weight, labels, token_weight, bits, options, group, by_kernel, selection)
+        targets = Targets(probabilities, class_weight)
+        rows, of_mean = _rows_of(hidden, weight, labels, token_weight, bits, targets, options, group, by_kernel, selection)
         # without gradients a chunk's rows are gathered when its turn comes: less memory
         own = selection.own if selection is not None and direct and not any(needs) else None
         *each, dhidden, dweight, dbias, dlora_a, dlora_b, logits = steps.forward(
@@ -68,12 +71,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         found = RowLosses(*each)
         losses, lse = found[:2]
         stats = {name: found.statistic(name, options.terms) for name in options.statistics()}
-        entropy = stats.get("entropy")
+        entropy, mass = stats.get("entropy"), found.mass if rows.masses else None
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):
-            loss, _ = reduce_rows(
-                losses, rows.labels, options.ignore_index, options.reduction, rows.token_weight, by_kernel, rows.scale
-            )
+            ignore, reduction = options.ignore_index, options.reduction
+            loss, _ = reduce_rows(losses, rows.labels, ignore, reduction, rows.token_weight, by_kernel, rows.scale, of_mean)
             if options.reduction == "none":
                 loss = _returned(loss, labels, selection)
             # Copies: backward needs the logsumexp and the entropy, so nobody else may write to them.
@@ -95,8 +97,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            hidden, weight, bias, lora_a, lora_b, *rows, *(selection or (None, None)), lse, entropy,
-            losses if need_token_weight else None, logits, dhidden, dweight,
+            hidden, weight, bias, lora_a, lora_b, *rows, *(selection or (None, None)), lse, entropy, mass,
+            losses if need_token_weight else None, _label_weights(rows.labels, targets, options) if need_token_weight else None,
+            logits, dhidden, dweight,
             dbias if needs.need_bias and (ctx.made or ctx.promised) else None, dlora_a, dlora_b,
         )  # fmt: skip
         if not outputs:
@@ -109,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, *dstats: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = _detached(_Saved(*ctx.saved_tensors))
         fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
-        given = saved.bias, saved.lora_a, saved.lora_b, saved.token_weight
+        given = saved.bias, saved.lora_a, saved.lora_b, ctx.token_weight
         *requests, of_token_weight = grad_requests(ctx, True, True, *(t is not None for t in given))
         stats = [t for t in dstats if t is not None]
         dtoken_weight = _token_weight_gradient(ctx, saved, dloss, of_token_weight)  # takes memory: before main_grad is written
@@ -123,17 +126,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = _made_gradients(ctx, _unscaled(ctx, saved, requests), dloss, requests)
         else:
             grads = _backward_gradients(ctx, saved, dloss, dstats, requests, fresh)
-        return *grads, dtoken_weight, None, None, None, None, None, None
+        return *grads, dtoken_weight, *(None,) * 8
 
 
 class TokenRows(NamedTuple):
     """What both passes need to know of the tokens, of those that are computed."""
 
     labels: Tensor  # [N]
-    token_weight: Tensor | None  # [N], fp32
+    token_weight: Tensor | None  # [N], fp32; times labels' class weights where there are no masses
     scale: Tensor | None  # the factor of a mean
     place: Tensor | None  # this rank's, in a vocabulary that several share
     bits: Tensor | None  # which columns their distributions have
+    probabilities: Tensor | None  # [..., V], where labels are probabilities
+    class_weight: Tensor | None  # [V], where masses are made of it
+
+    @property
+    def masses(self) -> bool:
+        return self.probabilities is not None or self.class_weight is not None
 
 
 class _Saved(NamedTuple):
@@ -147,11 +156,15 @@ class _Saved(NamedTuple):
     scale: Tensor | None
     place: Tensor | None
     bits: Tensor | None
+    probabilities: Tensor | None
+    class_weight: Tensor | None
     selected: Tensor | None
     own_selected: Tensor | None
     logsumexp: Tensor
     entropy: Tensor | None
+    mass: Tensor | None
     losses: Tensor | None
+    label_weight: Tensor | None  # labels' class weights, for the token weights' gradient
     logits: Tensor | None
     hidden_made: Tensor | None
     weight_made: Tensor | None
@@ -225,19 +238,28 @@ def _returned(rows: Tensor, labels: Tensor, selection: RowSelection | None) -> T
 
 
 def _rows_of(
-    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, bits: Tensor | None, options: LossOptions,
-    group: dist.ProcessGroup | None, by_kernel: bool, selection: RowSelection | None,
-) -> TokenRows:  # fmt: skip
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor | None, bits: Tensor | None, targets: Targets,
+    options: LossOptions, group: dist.ProcessGroup | None, by_kernel: bool, selection: RowSelection | None,
+) -> tuple[TokenRows, Tensor | None]:  # fmt: skip
+    """Return also the weights by whose sum a mean divides, if they aren't those of the losses."""
     labels = labels.reshape(-1).contiguous()
     weights = None if token_weight is None else token_weight.reshape(-1).to(wide_type(hidden))
     if selection is not None:
         labels, weights = selection.take(labels), None if weights is None else selection.take(weights)
         bits = bits if bits is None or bits.shape[0] == 1 else selection.take(bits)
-    scale = mean_scale(labels, options.ignore_index, options.reduction, wide_type(hidden), weights, by_kernel)
+    (probabilities, classes), ignore, smoothing = targets, options.ignore_index, options.smoothing
+    weights, of_mean = found = row_weights(labels, ignore, probabilities, classes, smoothing, weights)
+    scale = mean_scale(labels, ignore, options.reduction, wide_type(hidden), found.divisor, by_kernel)
     place = None if group is None else vocab_range(weight.shape[0], group, weight.device)
     if place is not None and can_validate_labels(labels):
-        validate_labels(labels, int(place[1]), options.ignore_index)
-    return TokenRows(labels, weights, scale, place, bits)
+        validate_labels(labels, int(place[1]), ignore)
+        check_class_weight("class_weight", classes, int(place[1]), hidden.device)
+    classes = classes.contiguous() if classes is not None and has_masses(probabilities, classes, smoothing) else None
+    return TokenRows(labels, weights, scale, place, bits, probabilities, classes), of_mean
+
+
+def _label_weights(labels: Tensor, targets: Targets, options: LossOptions) -> Tensor | None:
+    return row_weights(labels, options.ignore_index, *targets, options.smoothing).divisor
 
 
 Grads = tuple[Tensor | None, ...]  # of hidden, the weight, the bias, and LoRA's a and b
@@ -253,7 +275,7 @@ def _unscaled(ctx: Any, saved: _Saved, requests: list[GradRequest]) -> _Saved:
     if not any(name in ctx.scaled for name in asked):
         return saved
     *_, dhidden, dweight, _, _, _, _ = steps.forward(
-        _selected(saved.hidden, saved.selection()), *saved[1:10], ctx.options, ctx.needs, False,
+        _selected(saved.hidden, saved.selection()), *saved[1:12], ctx.options, ctx.needs, False,
         accumulate=(_parameters(ctx, saved)[0], ctx.main_grads[0], GradRequest.ACCUMULATE), mode="grad_in_forward",
     )  # fmt: skip
     return saved._replace(hidden_made=dhidden, weight_made=dweight)
@@ -383,7 +405,7 @@ def _backward_gradients(
         separate_sum = accumulates_elsewhere(weight) and request is not GradRequest.RETURN
         made = Gradients(*steps.backward(
             _selected(saved.hidden, saved.selection()), *saved[1:5], saved.labels, saved.place, saved.bits,
-            saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
+            saved.probabilities, saved.class_weight, saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
             accumulate=(weight, main_grad, request), logits=saved.logits, used=not fresh,
         ))  # fmt: skip
 
@@ -412,7 +434,7 @@ def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats:
     # the others, which come after, have none
     came = zip(options.differentiable(), dstats)  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
     rows = {name: saved.rows(t).to(wide).contiguous() for name, t in came if t is not None}
-    return RowGradients(g, **rows)
+    return RowGradients(g, **rows, mass=saved.mass)
 
 
 class _HeadWork:
@@ -424,6 +446,7 @@ class _HeadWork:
         kept = {
             "hidden": _selected(saved.hidden, saved.selection()), "labels": saved.labels, "place": saved.place,
             "bits": saved.bits, "logsumexp": saved.logsumexp, "entropy": saved.entropy,
+            "probabilities": saved.probabilities, "class_weight": saved.class_weight,
             **{f"d{name}": t for name, t in zip(RowGradients._fields, incoming, strict=True)},
         }  # fmt: skip
         self.tensors = {name: t.detach() for name, t in kept.items() if t is not None}
@@ -438,7 +461,8 @@ class _HeadWork:
     def add(self, coming: Any, main_grad: Tensor) -> None:
         kept = self.tensors.get
         hidden, labels, lse = self.tensors["hidden"], self.tensors["labels"], self.tensors["logsumexp"]
-        head = steps.head_of(hidden, self.weight, self.bias, None, None, labels, kept("place"), kept("bits"), self.options)
+        more = kept("place"), kept("bits"), kept("probabilities"), kept("class_weight")
+        head = steps.head_of(hidden, self.weight, self.bias, None, None, labels, *more, self.options)
         only = Needs(False, True, False)
         plan = steps.plan_call(hidden, self.weight, labels.shape[0], self.options, only, main_grad, "recompute")
         incoming = RowGradients(self.tensors["dloss"], *(kept(f"d{name}") for name in RowGradients._fields[1:]))
@@ -447,16 +471,18 @@ class _HeadWork:
 
 
 def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, request: GradRequest) -> Tensor | None:
-    """A mean divides by the weights, so there it is how much more a row's loss is than the mean."""
+    """A mean divides by the weights, so there it is how much more a row's loss is than the mean. Of losses made of masses the
+    label's class weight is in the loss already."""
     if request is GradRequest.SKIP or dloss is None or saved.losses is None or saved.token_weight is None:
         return None
-    losses = saved.losses
+    losses, of_label = saved.losses, saved.label_weight
+    each = losses if of_label is None or saved.class_weight is not None else losses * of_label
     if saved.scale is not None:
         kept = saved.labels != ctx.options.ignore_index
         mean = torch.where(kept, losses * saved.token_weight, 0.0).sum() * saved.scale
-        losses = torch.where(kept, losses - mean, 0.0) * saved.scale
+        each = torch.where(kept, each - (mean if of_label is None else mean * of_label), 0.0) * saved.scale
     dtype, shape = ctx.token_weight
-    found = (losses * (saved.rows(dloss) if dloss.dim() else dloss)).to(dtype)
+    found = (each * (saved.rows(dloss) if dloss.dim() else dloss)).to(dtype)
     return (found if (selection := saved.selection()) is None else selection.put(found, shape.numel())).view(shape)
 
 

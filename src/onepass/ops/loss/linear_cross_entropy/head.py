@@ -22,6 +22,7 @@ from torch import Tensor
 from onepass.ops.loss import row_formula, row_kernels, whole_row_kernels
 from onepass.ops.loss.formula import LossOptions
 from onepass.ops.loss.lora import LoRA
+from onepass.ops.loss.targets import Targets
 from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.runtime.sizes import ceil_div
 
@@ -56,6 +57,7 @@ class Head:
     shard: VocabShard | None = None
     bits: Tensor | None = None  # which of this rank's columns a row's distribution has, [N or 1, bytes]
     lora: LoRA | None = None  # in the same type, b of this rank's columns
+    targets: Targets | None = None  # what masses are made of, with probabilities [N, V] of this rank's columns
     own: Tensor | None = None  # numbers of hidden's rows that are computed, gathered chunk by chunk; None for all
 
     def __post_init__(self) -> None:
@@ -188,6 +190,13 @@ class Chunks:
         """Return the chunk's part of the mask."""
         bits = self.head.bits
         return bits if bits is None or bits.shape[0] == 1 else self.take(chunk, bits)
+
+    def targets(self, chunk: slice) -> Targets | None:
+        """Return what the chunk's masses are made of."""
+        targets = self.head.targets
+        if targets is None or targets.probabilities is None:
+            return targets
+        return targets._replace(probabilities=self.take(chunk, targets.probabilities))
 
     def put(self, chunk: slice, values: Tensor, into: Tensor) -> None:
         if self.ranks == 1:

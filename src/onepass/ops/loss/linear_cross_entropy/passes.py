@@ -30,6 +30,7 @@ from onepass.ops.loss.linear_cross_entropy.head import (
 )
 from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
 from onepass.ops.loss.row_kernels import RowGradients
+from onepass.ops.loss.targets import Targets
 from onepass.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
 from onepass.parallel.vocab_shards import start_gather_parts
 from onepass.runtime.sizes import ceil_div
@@ -37,10 +38,10 @@ from onepass.runtime.sizes import ceil_div
 # ---- losses ----
 
 
-def empty_rows(like: Tensor, rows: int, stats: tuple[str, ...], logits: torch.dtype) -> RowLosses:
-    """Allocate losses, the logsumexp and the named statistics; `logits` is the logits' type."""
+def empty_rows(like: Tensor, rows: int, stats: tuple[str, ...], logits: torch.dtype, masses: bool) -> RowLosses:
+    """Allocate losses, the logsumexp, the named statistics and masses; `logits` is the logits' type."""
     kinds = {"loss": wide_type(like), "logsumexp": lse_type(logits)}
-    more = (name for name in stats if name not in ("logsumexp", "z_loss"))
+    more = (name for name in (*stats, *["mass"] * masses) if name not in ("logsumexp", "z_loss"))
     kinds |= {name: torch.bool if name == "correct" else wide_type(like) for name in more}
     return RowLosses(**{name: like.new_empty(rows, dtype=kind) for name, kind in kinds.items()})
 
@@ -49,7 +50,7 @@ class RowStatistics:
     """Losses and statistics of all rows."""
 
     def __init__(self, head: Head) -> None:
-        self.rows = empty_rows(head.hidden, head.tokens, head.stats, head.logits)
+        self.rows = empty_rows(head.hidden, head.tokens, head.stats, head.logits, head.targets is not None)
 
     def put(self, chunks: Chunks, chunk: slice, found: RowLosses) -> None:
         for into, values in zip(self.rows, found, strict=True):
@@ -69,7 +70,7 @@ def losses(head: Head, rows: int, columns: int, keep: bool) -> tuple[RowLosses, 
         for first in range(0, max(head.columns, 1), columns or 1):
             some = buffer[chunks.places(chunk), first:] if keep else buffer
             logits = make_logits(head, hidden, first, columns, (some, None))
-            parts.append(_statistics(head, logits, labels, chunks.bits(chunk)))
+            parts.append(_statistics(head, logits, labels, chunks.bits(chunk), chunks.targets(chunk)))
         exchange = _start_exchange(head, parts[0] if len(parts) == 1 else torch.cat(parts))
         if before is not None:
             _finish(head, chunks, found, *before)
@@ -84,7 +85,7 @@ def _losses_of_all_logits(head: Head, rows: int) -> tuple[RowLosses, LogitsBlock
     logits = new_logits(head, head.tokens, head.columns)
     make_all_logits(head, rows, head.columns, logits)
     block = _block_of(head, logits)
-    return _finished(head, _statistics(head, block, head.labels, head.bits), head.labels), block
+    return _finished(head, _statistics(head, block, head.labels, head.bits, head.targets), head.labels), block
 
 
 def make_all_logits(head: Head, rows: int, columns: int, into: Tensor) -> None:
@@ -107,20 +108,22 @@ def _room(head: Head, logits: LogitsBlock) -> tuple[int, ...]:
     return (logits.room,) if head.use_triton else ()
 
 
-def _statistics(head: Head, logits: LogitsBlock, labels: Tensor, bits: Tensor | None) -> Tensor:
+def _statistics(
+    head: Head, logits: LogitsBlock, labels: Tensor, bits: Tensor | None, targets: Targets | None
+) -> Tensor:  # fmt: skip
     found: Tensor = head.rows.row_statistics(
-        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, bits, None, *_room(head, logits)
+        logits.x, labels, head.terms, head.stats, logits.first, head.columns, head.place, bits, targets, *_room(head, logits)
     )
     return found
 
 
 def _gradient(
     head: Head, logits: LogitsBlock, labels: Tensor, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    bits: Tensor | None,
+    bits: Tensor | None, targets: Targets | None,
 ) -> None:  # fmt: skip
     head.rows.row_gradients(
         logits.x, logits.out, labels, head.terms, lse, entropy, incoming, logits.first, head.columns, head.place,
-        bits, None, *_room(head, logits),
+        bits, targets, *_room(head, logits),
     )  # fmt: skip
 
 
@@ -139,7 +142,9 @@ def _finish(head: Head, chunks: Chunks, found: RowStatistics, chunk: slice, labe
 
 
 def _finished(head: Head, parts: Tensor, labels: Tensor) -> RowLosses:
-    done: RowLosses = head.rows.finish_losses(parts, labels, head.terms, head.stats, head.columns, head.logits, head.place)
+    done: RowLosses = head.rows.finish_losses(
+        parts, labels, head.terms, head.stats, head.columns, head.logits, head.place, head.targets
+    )
     return done
 
 
@@ -287,7 +292,8 @@ class _GradInForward:
     ) -> None:
         head = self.head
         done = _finish(head, self.chunks, self.found, chunk, labels, exchange)
-        _gradient(head, logits, labels, done.logsumexp, None, RowGradients(g), self.chunks.bits(chunk))
+        bits, targets = self.chunks.bits(chunk), self.chunks.targets(chunk)
+        _gradient(head, logits, labels, done.logsumexp, None, RowGradients(g, mass=done.mass), bits, targets)
         self._add(chunk, hidden, logits)
 
     def _add(self, chunk: slice, hidden: Tensor, logits: LogitsBlock) -> None:
@@ -314,10 +320,11 @@ def losses_and_gradients(head: Head, plan: HeadPlan, incoming: Tensor, into: Gra
             hidden, labels = chunks.hidden(chunk, chunks.after(at)), chunks.take(chunk, head.labels)
             g = chunks.take(chunk, incoming)
             logits = make_logits(head, hidden, 0, head.columns, buffers[at % len(buffers)])
-            if head.shard is None and head.bits is None:
+            if head.shard is None and head.bits is None and head.targets is None:
                 grads.add_whole_rows(chunk, labels, hidden, logits, g)
                 continue
-            exchange = _start_exchange(head, _statistics(head, logits, labels, chunks.bits(chunk)))
+            parts = _statistics(head, logits, labels, chunks.bits(chunk), chunks.targets(chunk))
+            exchange = _start_exchange(head, parts)
             if head.shard is None:
                 grads.add_partial_rows(chunk, labels, hidden, logits, g, exchange)
                 continue
@@ -346,7 +353,10 @@ def gradients_of_kept_logits(
     bits = head.bits if head.bits is None or head.bits.shape[0] == 1 else chunks.in_order(head.bits)
     if head.narrow_gradient is not None:
         logits = logits._replace(out=new_logits(head, head.tokens, head.columns, head.narrow_gradient)[:, : head.columns])
-    _gradient(head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
+    targets = head.targets
+    if targets is not None and targets.probabilities is not None:
+        targets = targets._replace(probabilities=chunks.in_order(targets.probabilities))
+    _gradient(head, logits, labels, lse, entropy, RowGradients(*each), bits, targets)  # type: ignore[arg-type]
     hidden = _HiddenSum(head, chunks, into, 1)
     weight = _WeightSum(into, Chunks(head, head.tokens), keep, 0, head.columns)
     products = any(t is not None for t in (into.weight, into.lora_a, into.lora_b))
@@ -410,7 +420,7 @@ class _Recompute:
         logits = make_logits(self.head, hidden, first, self.plan.columns, self.buffer)
         labels, lse, entropy, *each = (None if t is None else self.chunks.take(chunk, t) for t in self.rows)
         assert labels is not None and lse is not None
-        bits = self.chunks.bits(chunk)
-        _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each), bits)  # type: ignore[arg-type]
+        bits, targets = self.chunks.bits(chunk), self.chunks.targets(chunk)
+        _gradient(self.head, logits, labels, lse, entropy, RowGradients(*each), bits, targets)  # type: ignore[arg-type]
         self.hidden_sum.add(chunk, logits, block, hidden)
         sums.add(logits.out, hidden)

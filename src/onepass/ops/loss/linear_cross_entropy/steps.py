@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from onepass.gradients.main_grad import GradRequest, accumulation_target
+from onepass.kernels.layout import as_matrix
 from onepass.ops.loss.formula import LossOptions, RowLosses
 from onepass.ops.loss.linear_cross_entropy.head import (
     Head,
@@ -38,6 +39,7 @@ from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan, PlanInputs, mac
 from onepass.ops.loss.lora import LoRA, cast_lora
 from onepass.ops.loss.reduction import row_gradient
 from onepass.ops.loss.row_kernels import RowGradients
+from onepass.ops.loss.targets import as_targets
 from onepass.runtime.dispatch import cast
 from onepass.runtime.op import Registered
 
@@ -95,7 +97,8 @@ def _forward_pieces(head: Head, keep: bool) -> tuple[int, int]:
 
 def head_of(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    place: Tensor | None, bits: Tensor | None, options: LossOptions, own: Tensor | None = None,
+    place: Tensor | None, bits: Tensor | None, probabilities: Tensor | None, class_weight: Tensor | None, options: LossOptions,
+    own: Tensor | None = None,
 ) -> Head:  # fmt: skip
     """Cast the operands to the products' type. own: as `Head` has it."""
     product = options.product
@@ -107,7 +110,8 @@ def head_of(
     shard = None if place is None else VocabShard(_resolve_process_group(group), options.sequence, place)
     bias = None if bias is None else cast(bias, product)
     lora = None if lora_a is None or lora_b is None else LoRA(lora_a, lora_b, options.lora_scale)
-    return Head(tokens, cast(weight, product), bias, labels, options, shard, bits, cast_lora(lora, product), own)
+    targets = as_targets(None if probabilities is None else as_matrix(probabilities)[0], class_weight)
+    return Head(tokens, cast(weight, product), bias, labels, options, shard, bits, cast_lora(lora, product), targets, own)
 
 
 def _rank_of(lora_a: Tensor | None) -> int:
@@ -127,8 +131,8 @@ def new_lora_gradients(lora_a: Tensor | None, lora_b: Tensor | None, needs: Need
 
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None, options: LossOptions,
-    needs: Needs, separate_sum: bool, *,
+    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None,
+    probabilities: Tensor | None, class_weight: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, mode: str | None = None, own: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the `RowLosses`, the `Gradients` that are made already, and logits that wait.
@@ -141,7 +145,7 @@ def _forward(
     """
     main_grad = None if accumulate is None else accumulate[1]
     plan = plan_call(hidden, weight, labels.shape[0], options, needs, main_grad, mode, _rank_of(lora_a))
-    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options, own)
+    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, probabilities, class_weight, options, own)
     if plan.mode not in ("grad_in_forward", "known_grad_scale"):
         keep = plan.mode == "keep_logits"
         found, logits = losses(head, *_forward_pieces(head, keep), keep)
@@ -173,12 +177,12 @@ def _graph_mode(options: LossOptions, needs: Needs) -> str:
 
 def _forward_in_graph(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None, options: LossOptions,
-    needs: Needs, separate_sum: bool,
+    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None,
+    probabilities: Tensor | None, class_weight: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     return _forward(
-        hidden, weight, bias, lora_a, lora_b, labels, token_weight, mean_scale, place, bits, options, needs, separate_sum,
-        mode=_graph_mode(options, needs),
+        hidden, weight, bias, lora_a, lora_b, labels, token_weight, mean_scale, place, bits, probabilities, class_weight, options,
+        needs, separate_sum, mode=_graph_mode(options, needs),
     )  # fmt: skip
 
 
@@ -189,12 +193,13 @@ def _tokens_like(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None, options: LossOptions,
-    needs: Needs, separate_sum: bool,
+    token_weight: Tensor | None, mean_scale: Tensor | None, place: Tensor | None, bits: Tensor | None,
+    probabilities: Tensor | None, class_weight: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wide, product = wide_type(hidden), options.product
     logits = torch.promote_types(product, torch.float32) if options.wide else product
-    rows = empty_rows(hidden, labels.numel(), options.statistics(), logits)
+    masses = as_targets(probabilities, class_weight) is not None
+    rows = empty_rows(hidden, labels.numel(), options.statistics(), logits, masses)
     mode = _graph_mode(options, needs)
     known = mode == "known_grad_scale"
     if mode not in ("grad_in_forward", "known_grad_scale"):
@@ -215,9 +220,9 @@ def _forward_fake(
 # callers know by `stats` and `needs` whether there are such.
 forward = Registered(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
-    "Tensor? token_weight, Tensor? mean_scale, Tensor? place, Tensor? bits, LossOptions options, Needs needs, "
-    "bool separate_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, "
-    "Tensor?, Tensor?, Tensor?)",
+    "Tensor? token_weight, Tensor? mean_scale, Tensor? place, Tensor? bits, Tensor? probabilities, Tensor? class_weight, "
+    "LossOptions options, Needs needs, bool separate_sum) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor, Tensor?, Tensor?, Tensor?)",
     _forward,
     _forward_fake,
     LossOptions,
@@ -231,9 +236,9 @@ forward = Registered(
 
 def _backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
-    dlog_prob: Tensor | None, dentropy: Tensor | None, mass: Tensor | None, options: LossOptions, needs: Needs,
-    separate_sum: bool, *,
+    place: Tensor | None, bits: Tensor | None, probabilities: Tensor | None, class_weight: Tensor | None, lse: Tensor,
+    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    mass: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool, *,
     accumulate: Accumulate | None = None, logits: Tensor | None = None, used: bool = False,
 ) -> Gradients:  # fmt: skip
     """Return the gradients, hidden's as [tokens, D], from `logits` that waited or from recomputed ones.
@@ -241,7 +246,7 @@ def _backward(
     With `accumulate`, the weight's is added to main_grad if that can be done part by part, and dweight is None. `used` logits
     hold their gradient, unless that is narrower: they are made again in place, by forward's products.
     """
-    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, options)
+    head = head_of(hidden, weight, bias, lora_a, lora_b, labels, place, bits, probabilities, class_weight, options)
     target = accumulation_target(*accumulate) if needs.need_weight and accumulate is not None else None
     kind = wide_type(weight) if separate_sum else weight.dtype
     made = Gradients(
@@ -267,9 +272,9 @@ def _backward(
 
 def _backward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, labels: Tensor,
-    place: Tensor | None, bits: Tensor | None, lse: Tensor, entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None,
-    dlog_prob: Tensor | None, dentropy: Tensor | None, mass: Tensor | None, options: LossOptions, needs: Needs,
-    separate_sum: bool,
+    place: Tensor | None, bits: Tensor | None, probabilities: Tensor | None, class_weight: Tensor | None, lse: Tensor,
+    entropy: Tensor | None, dloss: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    mass: Tensor | None, options: LossOptions, needs: Needs, separate_sum: bool,
 ) -> Gradients:  # fmt: skip
     return Gradients(
         _tokens_like(hidden, options.product) if needs.need_hidden else None,
@@ -281,8 +286,8 @@ def _backward_fake(
 
 backward = Registered(
     "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor labels, "
-    "Tensor? place, Tensor? bits, Tensor lse, Tensor? entropy, Tensor dloss, Tensor? dlse, Tensor? dlog_prob, "
-    "Tensor? dentropy, Tensor? mass, LossOptions options, Needs needs, bool separate_sum) -> "
+    "Tensor? place, Tensor? bits, Tensor? probabilities, Tensor? class_weight, Tensor lse, Tensor? entropy, Tensor dloss, "
+    "Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, Tensor? mass, LossOptions options, Needs needs, bool separate_sum) -> "
     "(Tensor?, Tensor?, Tensor, Tensor?, Tensor?)",
     _backward,
     _backward_fake,
