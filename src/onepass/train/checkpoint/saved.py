@@ -116,7 +116,7 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
     """
     from onepass.train.checkpoint import storage
 
-    index = layout.on_first(lambda: check(path, config))  # one index: what a rank finds wrong in it, all do
+    index = _on_all(layout, lambda: check(path, config))
     try:
         if verify:
             _on_all(layout, lambda: folders.verify(path, index, layout.rank, layout.ranks))
