@@ -19,6 +19,7 @@ SHAPE = {
 }  # fmt: skip
 BIASES = {"add_bias_linear": True, "normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
 EXPERTS = {"num_moe_experts": 3, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 0.1}
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 SEQUENCE = {"sequence_parallel": True}
 CASES = {
     "llama": {},
@@ -35,6 +36,8 @@ CASES = {
     "attention recomputed": {"recompute_granularity": "selective"},
     "dropout": BIASES | {"hidden_dropout": 0.5},
     "dropout, sequence": SEQUENCE | BIASES | {"hidden_dropout": 0.5},
+    "two tokens more": MTP,
+    "two tokens more, packed, learned positions, sequence": SEQUENCE | MTP | BIASES | {"packed": True},
     "packed": {"packed": True},
     "packed, sequence": SEQUENCE | {"packed": True},
     "packed, learned positions, sequence": SEQUENCE | BIASES | {"packed": True},

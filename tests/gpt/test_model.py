@@ -50,6 +50,10 @@ VARIANTS = {
     "one head a query": {"num_query_groups": None, "kv_channels": None},
     "experts": {"num_moe_experts": 3, "moe_aux_loss_coeff": 0.1},
     "recomputed": {"recompute_granularity": "full", "recompute_num_layers": 1},
+    "two tokens more": {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7, "recompute_granularity": "full"},
+    "a token more, experts": {
+        "mtp_num_layers": 1, "num_moe_experts": 3, "moe_aux_loss_coeff": 0.1, "untie_embeddings_and_output_weights": True,
+    },
     "attention recomputed": {"recompute_granularity": "selective"},
 }  # fmt: skip
 FUSIONS = [  # each switched off alone

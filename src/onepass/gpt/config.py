@@ -128,6 +128,8 @@ class Config(Settings):
     fp32_logits: bool = setting(False, "do not round the head's logits to params_dtype, in the loss")
     label_smoothing: float = setting(0.0, "part of each target that is spread over the vocabulary")
     z_loss: float = setting(0.0, "weight of the squared logsumexp in the loss")
+    mtp_num_layers: int | None = setting(None, "depths of multi-token prediction: tokens that are foretold beside the next one")
+    mtp_loss_scaling_factor: float = setting(0.1, "weight of their average loss")
 
     # ---- gradients and memory ----
     gradient_accumulation_fusion: bool = setting(True, "add gradients to main_grad in the op that makes them")
@@ -256,7 +258,8 @@ class Config(Settings):
         """Return how many parameters the whole model has. A tied weight counts once."""
         blocks = self.num_layers * self._block_count(self.num_moe_experts or 1)
         head = 0 if self.tied else self.vocab_size * self.hidden_size
-        return self._embedding_count() + blocks + self._norm_count() + head
+        depths = (self.mtp_num_layers or 0) * self._depth_count(self.num_moe_experts or 1)
+        return self._embedding_count() + blocks + depths + self._norm_count() + head
 
     def flops_per_token(self, sequence: float) -> float:
         """Return a token's FLOPs in forward and backward: 6 per parameter in use, plus causal attention.
@@ -267,9 +270,10 @@ class Config(Settings):
         looked up (positions, and untied tokens) are not in use, nor are experts that do not see the token. Recomputation in
         backward is not counted.
         """
-        in_use = self.num_layers * self._block_count(self.moe_router_topk if self.num_moe_experts else 1)
-        in_use += self._norm_count() + self.vocab_size * self.hidden_size
-        return 6.0 * in_use + 6.0 * self.num_layers * self.num_attention_heads * self.head_size * sequence
+        experts, depths = self.moe_router_topk if self.num_moe_experts else 1, self.mtp_num_layers or 0
+        in_use = self.num_layers * self._block_count(experts) + depths * self._depth_count(experts)
+        in_use += self._norm_count() + (1 + depths) * self.vocab_size * self.hidden_size
+        return 6.0 * in_use + 6.0 * (self.num_layers + depths) * self.num_attention_heads * self.head_size * sequence
 
     def _embedding_count(self) -> int:
         positions = self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else 0
@@ -284,6 +288,10 @@ class Config(Settings):
         size, parts = self.expert_size if self.num_moe_experts else self.ffn_size, 2 if self.gated_linear_unit else 1
         mlp = parts * size * (self.hidden_size + bias) + self.hidden_size * (size + bias)
         return 2 * norm + attention + experts * mlp + self.hidden_size * (self.num_moe_experts or 0)
+
+    def _depth_count(self, experts: int) -> int:
+        """Return the parameters of a depth of multi-token prediction, without the embedding and the head that it shares."""
+        return self._block_count(experts) + 3 * self._norm_count() + 2 * self.hidden_size**2
 
     def _norm_count(self, size: int | None = None) -> int:
         return (self.hidden_size if size is None else size) * (2 if self.normalization == "LayerNorm" else 1)

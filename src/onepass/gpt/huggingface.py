@@ -109,7 +109,7 @@ def _must_be(theirs: dict[str, Any], name: str, value: object, default: object =
 
 _EVERY = {
     "qk_layernorm": False, "final_logit_softcapping": None, "num_moe_experts": None, "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
+    "glu_linear_offset": 0.0, "mtp_num_layers": None,
 }  # fmt: skip
 _GPT2 = _EVERY | {
     "normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "add_bias_linear": True,

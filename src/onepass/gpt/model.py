@@ -19,9 +19,10 @@ from onepass.gpt.block import Block, sequences
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.loss import kept_tokens, loss_of_logits, rows_with_loss
+from onepass.gpt.multi_token import DepthTargets, MultiTokenLayer, labels_after, tokens_after
 from onepass.gpt.packing import joined_boundaries, positions_in_rows
 from onepass.gpt.parts import Norm, make_norm, settled
-from onepass.gpt.positions import PositionEmbedding, Rotary
+from onepass.gpt.positions import PositionEmbedding, Rotary, Tables
 from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.norm import MarkedParameters
@@ -94,6 +95,9 @@ class Model(nn.Module):
                 device=device,
                 dtype=config.dtype,
             )
+        self.mtp = nn.ModuleDict(
+            {str(n): MultiTokenLayer(config, tp_group, start.of(f"mtp.{n}"), device) for n in range(config.mtp_num_layers or 0)}
+        )
         for module in self.modules():
             if isinstance(module, MarkedParameters):
                 module.gradient_accumulation_fusion = config.gradient_accumulation_fusion
@@ -130,9 +134,13 @@ class Model(nn.Module):
             loss_mask: [B, S], a factor for each token's loss. A mean divides by its sum.
             reduction: ``mean``, ``sum`` or ``none``.
             grad_scale: as in `onepass.linear_cross_entropy`. Only that op supports it: cross_entropy_fusion_impl ``linear``.
+
+        With mtp_num_layers the loss in training has the gradients of the depths' mean losses too, their average times
+        mtp_loss_scaling_factor, as a loss that all tokens have. Its value is that of the next token alone, as in Megatron.
         """
         rows = None if labels is None or self.output_layer is None else rows_with_loss(labels, self.output_layer, self.config)
         boundaries, positions = self._places(x, cu_seqlens, positions)
+        depths = [] if labels is None else self._depth_targets(labels, boundaries, loss_mask)
         h: Tensor = x if self.embedding is None else self.embedding(x, positions)
         pending, aux_losses = None, []
         tables = None if self.rotary is None else self.rotary(self._length(x, positions), positions)
@@ -148,7 +156,44 @@ class Model(nn.Module):
         if labels is None:
             return sequences(self.output_layer.logits(h, self._head_weight()), self.config)
         loss = self._loss(h, labels, rows, loss_mask, reduction, grad_scale)
+        if depths:
+            promised = grad_scale if reduction == "mean" else None
+            aux_losses += self._depth_losses(h, x, positions, tables, boundaries, depths, promised)
         return loss + sum(aux_losses) * kept_tokens(labels, loss_mask, reduction) if aux_losses else loss
+
+    def _depth_targets(self, labels: Tensor, boundaries: Tensor | None, loss_mask: Tensor | None) -> list[DepthTargets]:
+        """Return what each depth of multi-token prediction foretells. Without gradients there is nothing to train: none."""
+        if not (self.mtp and self.training and torch.is_grad_enabled()) or self.output_layer is None:
+            return []
+        depths = []
+        for depth in range(1, len(self.mtp) + 1):
+            later = labels_after(labels, depth, boundaries)
+            mask = None if loss_mask is None else tokens_after(loss_mask, depth)
+            depths.append(DepthTargets(later, mask, rows_with_loss(later, self.output_layer, self.config)))
+        return depths
+
+    def _depth_losses(
+        self, h: Tensor, tokens: Tensor, positions: Tensor | None, tables: Tables | None, boundaries: Tensor | None,
+        depths: list[DepthTargets], grad_scale: float | None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the depths' mean losses, with their gradients but as zeros, and their blocks' auxiliary losses."""
+        assert self.embedding is not None
+        factor, losses = self.config.mtp_loss_scaling_factor / len(depths), []
+        promised = None if grad_scale is None else grad_scale * factor
+        if positions is None and self.embedding.position_embeddings is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        for depth, (layer, (labels, mask, rows)) in enumerate(zip(self.mtp.values(), depths, strict=True), 1):
+            embedded = self.embedding(
+                tokens_after(tokens, depth), None if positions is None else tokens_after(positions, depth)
+            )  # fmt: skip
+            if self._recomputed(self.config.num_layers):
+                h, own = checkpoint(layer, h, embedded, tables, boundaries, **self._checkpointing)
+            else:
+                h, own = layer(h, embedded, tables, boundaries)
+            loss = factor * self._loss(h, labels, rows, mask, "mean", promised)
+            losses.append(loss - loss.detach())
+            losses += [] if own is None else [own]
+        return losses
 
     def _size(self, x: Tensor) -> tuple[int, int]:
         """Return how many rows x stands for, and of how many tokens."""
@@ -288,6 +333,11 @@ def _check_division(config: Config, tp_group: Any, layers: range, first: bool, l
         )
     if layers.step != 1 or layers.start < 0 or layers.stop > config.num_layers:
         raise ValueError(f"layers must be a range within {config.num_layers}, num_layers, but is {layers!r}")
+    if config.mtp_num_layers is not None and not (first and last):
+        raise ValueError(
+            f"mtp_num_layers must be None where first and last are not one stage, but is {config.mtp_num_layers}: depths of "
+            "multi-token prediction need the embedding and the head"
+        )
     if config.tied and first != last:
         raise ValueError(
             "untie_embeddings_and_output_weights must be true where first and last are not one stage, but is false: the head's "

@@ -18,13 +18,13 @@ _SIZES = (
     "max_position_embeddings", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "recompute_num_layers",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-    "rope_scaling_original_max_position_embeddings",
+    "rope_scaling_original_max_position_embeddings", "mtp_num_layers",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "layernorm_epsilon", "rotary_base", "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
     "final_logit_softcapping", "activation_func_clamp_value",
 )  # fmt: skip
-_NOT_BELOW_ZERO = ("z_loss", "moe_aux_loss_coeff", "init_method_std")
+_NOT_BELOW_ZERO = ("z_loss", "mtp_loss_scaling_factor", "moe_aux_loss_coeff", "init_method_std")
 _FP32 = torch.finfo(torch.float32)
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 FP8_OPTIONS = (  # which change nothing without fp8_format
@@ -177,6 +177,11 @@ def _loss(c: Config) -> Iterator[str]:
         yield (
             "fp32_logits must be false without cross_entropy_loss_fusion and cross_entropy_fusion_impl 'linear', which keep no "
             "logits, but is true"
+        )
+    if c.mtp_num_layers is not None and c.pipeline_model_parallel_size > 1:
+        yield (
+            f"mtp_num_layers must be None with pipeline_model_parallel_size {c.pipeline_model_parallel_size}, but is "
+            f"{c.mtp_num_layers}: the last stage has no embedding"
         )
 
 

@@ -21,7 +21,6 @@ MEGATRON = {
     "--use-flash-attn, --attention-backend": "nothing; attention is fused by default",
     "--overlap-grad-reduce": "nothing; gradients are reduced under backward",
     "--exit-interval, --exit-duration-in-mins": "nothing; SIGTERM and Ctrl-C end a run, with a checkpoint",
-    "--mtp-num-layers": "nothing; multi-token prediction is not here",
 }
 
 OTHERS = {  # Hugging Face's Trainer, nanoGPT and other trainers

@@ -190,7 +190,7 @@ def _loss_mib(config: Config, options: Options, layout: ParallelLayout, plain: b
     """Return the peak memory of the loss in MiB: one microbatch through a last stage without blocks."""
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     used = config.reference() if plain else config
-    used = used.replace(untie_embeddings_and_output_weights=True, defer_embedding_wgrad_compute=False)
+    used = used.replace(untie_embeddings_and_output_weights=True, defer_embedding_wgrad_compute=False, mtp_num_layers=None)
     device = layout.device
     head = Model(used, tp_group=layout.tensor.group, layers=range(0), first=False, device=device, seed=0)
     shape = options.micro_batch_size, options.seq_length // ranks

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -191,8 +192,8 @@ class FsdpUpdate(Update):
                 parameters[name].copy_(values)
         # inputs stay as the model makes them: rotations in fp32, and alike where a checkpoint runs a block without its hooks
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        blocks: Any = model.layers
-        for block in blocks.values():
+        blocks: Any = model.layers, model.mtp
+        for block in chain(*(each.values() for each in blocks)):
             fully_shard(block, mesh=mesh, mp_policy=policy)
             block.register_forward_pre_hook(partial(_carry_fp8, [(each, each.weight) for each in fp8_layers(block)]))
         fully_shard(model, mesh=mesh, mp_policy=policy)
