@@ -42,6 +42,13 @@ def test_hybrid_stack(installed):
     assert step(model) == pytest.approx(logits, rel=2e-6)
 
 
+def test_a_hybrid_models_linear_cross_entropy(installed):
+    """By the config's name, as a GPTModel's: stock has no loss for it."""
+    stock = step(hybrid_model(config_of(**PLAIN), "*-"))
+    linear = config_of(**PLAIN, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear")
+    assert step(hybrid_model(linear, "*-")) == pytest.approx(stock, rel=2e-6)
+
+
 def test_a_gated_delta_net_is_megatrons(installed, monkeypatch):
     """Beside the same mixer after a norm of its own, and without the package whose kernels it takes by default."""
     pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="megatron-core 0.17 has no HybridModel")

@@ -107,7 +107,12 @@ def _rebind_loss(seams: Seams) -> None:
         seams.rebind(_CORE + "fusions.fused_linear_cross_entropy", "linear_cross_entropy", ours.linear_cross_entropy)
         return
     seams.leave("fusions.fused_linear_cross_entropy", f"not in {seams.version}: apply() stands in at the model's end")
-    seams.rebind(_CORE + "models.gpt.gpt_model", "GPTModel.__init__", _with_linear_head(_gpt_model().__init__))
+    for module, model in (("models.gpt.gpt_model", "GPTModel"), ("models.hybrid.hybrid_model", "HybridModel")):
+        if importlib.util.find_spec(_CORE + module.rpartition(".")[0]) is None:
+            seams.leave(f"{module}.{model}", f"not in {seams.version}")
+        else:
+            init = getattr(importlib.import_module(_CORE + module), model).__init__
+            seams.rebind(_CORE + module, f"{model}.__init__", _with_linear_head(init))
 
 
 def _rebind_optimizer(seams: Seams) -> None:
@@ -120,10 +125,6 @@ def _rebind_optimizer(seams: Seams) -> None:
         ("local_multi_tensor_l2_norm", multi_tensor_l2_norm), ("local_multi_tensor_scale", multi_tensor_scale),
     ):  # fmt: skip
         seams.rebind(_CORE + "utils", name, value)
-
-
-def _gpt_model() -> Any:
-    return importlib.import_module(_CORE + "models.gpt.gpt_model").GPTModel
 
 
 def _with_linear_head(init: Any) -> Any:
