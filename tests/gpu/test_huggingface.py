@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 from gpu.calls import nobody_waits
+from integrations.huggingface import test_loss_kinds
 from integrations.huggingface.families import FAMILIES, batch, made, step
 
 from onepass.integrations import huggingface
@@ -47,6 +48,18 @@ def experts_step(module, x, chosen, weights, dy):
     y = module(x, chosen, weights)
     y.backward(dy)
     return [y.detach(), x.grad, weights.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("kind", test_loss_kinds.KINDS)
+def test_other_losses_as_near_as_eager(kind):
+    exact = test_loss_kinds.made(kind).cuda()
+    model, plain = (copy.deepcopy(exact).bfloat16() for _ in range(2))
+    assert [row.by for row in huggingface.apply(model).rows if row.part == "loss"] == ["linear_cross_entropy"]
+    given = {name: value.cuda() for name, value in test_loss_kinds.inputs(kind).items()}
+    narrow = {name: value.bfloat16() if value.is_floating_point() else value for name, value in given.items()}
+    found, eager, expected = step(model, **narrow), step(plain, **narrow), step(exact, **given)
+    assert error(found, expected) < 1.25 * error(eager, expected)
+    torch.testing.assert_close(found[0].float(), expected[0].float(), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize(("family", "weights_in"), (("Mixtral", torch.float32), ("Qwen3Moe", torch.bfloat16)))

@@ -38,7 +38,7 @@ WHISPER = {
 MODERN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 KINDS = {
     "T5ForConditionalGeneration": ("T5", T5),
-    "T5ForConditionalGeneration, tied": ("T5", T5 | {"tie_word_embeddings": True}),  # scaled before the head
+    "T5ForConditionalGeneration, untied": ("T5", T5 | {"tie_word_embeddings": False}),  # not scaled before the head
     "WhisperForConditionalGeneration": ("Whisper", WHISPER),
     "BertForMaskedLM": ("Bert", BERT),
     "RobertaForMaskedLM": ("Roberta", BERT | {"pad_token_id": 1}),
