@@ -293,7 +293,7 @@ def test_a_capture_in_accumulate_leaves_the_books_as_they_were():
     captured.replayed()
     bucket = main_grads.buckets[0]
     assert main_grads.buffers[0]._version - written == len(main_grads.named)  # by ours once each, no zeros among them
-    assert bucket.missing == {id(parameter) for parameter in made.parameters()} and not bucket.held and not bucket.streams
+    assert set(bucket.missing) == {id(parameter) for parameter in made.parameters()} and not bucket.held and not bucket.streams
     assert main_grads._next == 0 and not any(parameter.grad_added_to_main_grad for parameter in made.parameters())
     made(X).sum().backward()
     captured.replayed()  # flags say nothing to MainGrads
