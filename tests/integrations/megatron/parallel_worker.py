@@ -39,7 +39,7 @@ def main(rank: int, store: str) -> None:
 
     kind = {
         "rms": KINDS["RMSNorm, swiglu"], "layer": KINDS["LayerNorm, gelu"], "heads": KINDS["RMS qk norm, GQA"],
-        "few": KINDS["RMSNorm, swiglu"] | {"num_query_groups": 1},
+        "few": KINDS["RMSNorm, swiglu"] | {"num_query_groups": 1}, "foretold": KINDS["RMSNorm, swiglu"] | {"mtp_num_layers": 2},
     }[sys.argv[3]]  # fmt: skip
     config = config_of(**kind, tensor_model_parallel_size=2)
     stock = step(model_of(config, local_spec(config)))

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 @pytest.mark.parametrize(
     ("worker", "kind"),
-    [("parallel", "rms"), ("parallel", "layer"), ("parallel", "heads"), ("parallel", "few"), ("pipeline", "rms")],
+    [*(("parallel", kind) for kind in ("rms", "layer", "heads", "few", "foretold")), ("pipeline", "rms")],
 )
 def test_two_ranks(worker, kind, tmp_path):
     script = Path(__file__).with_name(f"{worker}_worker.py")
