@@ -3,12 +3,13 @@
 import pytest
 import torch
 from gpu.calls import captured, deterministic_algorithms, memory_goes_back, needs_60_gib, nobody_waits, taken
+from parallel import trained_ranks
 from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, fed, gradients_of, judge, kept, named, parameters_of
 from torch import nn
 
 import onepass
 from onepass.gradients import adamw as module
-from onepass.parallel import AdamW
+from onepass.parallel import AdamW, MasterWeights
 
 __all__ = ["memory_goes_back"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -67,6 +68,28 @@ def test_over_a_hundred_steps_masters_are_as_near_to_fp64_as_torchs_fused(dtype)
     )
     assert ours.square().mean().sqrt() <= 1.25 * torchs.square().mean().sqrt()
     assert ours.abs().max() <= 2 * torchs.abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("kind", trained_ranks.KINDS)
+def test_random_histories_are_torchs(kind, dtype):
+    """Of freezing, unfreezing and writing weights."""
+    for seed in range(4):
+        assert not trained_ranks.judged(trained_ranks.History(seed), trained_ranks.made(kind, dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_masters_follow_weights_and_nobody_waits(dtype):
+    weight = nn.Parameter(torch.randn(1000, 1001).to(dtype))
+    main_grads = named([weight])
+    weights = MasterWeights(main_grads, lambda groups: torch.optim.SGD(groups, lr=1.0))
+    main_grads.finish()
+    new = torch.randn(1000, 1001).to(dtype)
+    for place in (slice(0, 1000), slice(3, 4)):  # all, and some
+        weight.data[place] = new[place].neg_()
+        with nobody_waits():
+            weights.step()
+        assert torch.equal(weight, new)
 
 
 def test_nobody_waits_and_few_kernels_run():
