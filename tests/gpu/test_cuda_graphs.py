@@ -428,6 +428,6 @@ def test_a_capture_before_any_call_in_eight_bits_raises():
     model, _ = eight_bits("fp8")
     static = batches(1)[0]
     onepass.linear(static, torch.zeros(16, SIZE, device="cuda", dtype=BF16))  # cuBLAS is ready
-    early = pytest.raises(RuntimeError, match="has no scale yet: run forward and backward once")
+    early = pytest.raises(RuntimeError, match="has no scale yet can't be captured: run forward and backward once")
     with early, torch.cuda.graph(torch.cuda.CUDAGraph()):
         backward(model, static)

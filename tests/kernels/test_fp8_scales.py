@@ -21,7 +21,7 @@ def note(scales, **amaxes):
     for role, amax in amaxes.items():
         place = ROLES.index(role)
         scales.amax[place, 3] = torch.tensor(amax, device=DEVICE).view(torch.int32)
-        scales.saturated[place, 5] = 2
+        scales.noted[:, place, 5] = torch.tensor((2, 3), device=DEVICE)
 
 
 def formula_refresh(scales, monkeypatch):
@@ -53,8 +53,8 @@ def test_scales_follow_magnitudes(algorithm, format, margin):
             assert scaled * 2 > largest(dtype) or scales.factors[place, 0] == 2.0**126
             assert scales.factors[place, 0] * scales.factors[place, 4] == 1
         assert scales.factors[ROLES.index("weight"), 0] == 1  # noted nothing
-        assert not scales.amax.any() and not scales.saturated.any()
-    assert scales.saturations() == {"input": 16, "weight": 0, "gradient": 16}
+        assert not scales.amax.any() and not scales.noted.any()
+    assert scales.counts().tolist() == [[16, 0, 16], [24, 0, 24]]
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -77,23 +77,52 @@ def test_a_second_forward_changes_nothing():
     x = torch.randn(64, 32, device=DEVICE) * 5
     once, twice = (FP8Scales(FP8Recipe(), DEVICE) for _ in range(2))
     for scales, runs in ((once, 1), (twice, 2)):
-        scales.start("input", partial(cast_tensor, x))
-        codes = [cast_tensor(x, scales.target("input"))[0] for _ in range(runs)]
+        targets = [scales.target("input", scales.measure("input", partial(cast_tensor, x)), True) for _ in range(runs)]
+        codes = [cast_tensor(x, target)[0] for target in targets]
         assert codes[0].view(torch.uint8).equal(codes[-1].view(torch.uint8))
         scales.refresh()
     assert once.factors.equal(twice.factors) and once.history.equal(twice.history)
 
 
-def test_a_tensor_starts_from_itself_once():
+def cast_of(size):
+    return partial(cast_tensor, torch.tensor([[size]], device=DEVICE))
+
+
+def formula_measure(scales, role, run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(fp8_scales, "triton_unsupported", lambda x: "the formula is wanted")
+        return scales.measure(role, run)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_tensor_has_a_scale_of_its_own_until_a_history_sets_one(role, monkeypatch):
+    """Of its own in each call: neither zeros nor a first call without a step fix it. The weight has it always."""
+    scales = FP8Scales(FP8Recipe(margin=1), DEVICE)
+    largest = 57344 if role == "gradient" else 448
+    for size, power in ((0.0, 1.0), (largest / 4, 2.0), (largest * 2.0**-40, 2.0**39), (0.0, 1.0)):
+        for measure in (scales.measure, partial(formula_measure, scales, monkeypatch=monkeypatch)):
+            assert [factor.item() for factor in measure(role, cast_of(size))] == [power, 1 / power]
+        assert not scales.stands(role) and not scales.amax.any() and not scales.noted.any()
+    scales.refresh()  # of a step that has noted nothing
+    assert not scales.stands(role)
+    note(scales, **{role: largest / 2})
+    scales.measure(role, cast_of(1.0))
+    scales.refresh()
+    for measure in (scales.measure, partial(formula_measure, scales, monkeypatch=monkeypatch)):
+        assert measure(role, cast_of(largest / 8)).scale.item() == (4.0 if role == "weight" else 1.0)
+
+
+def test_a_host_that_learns_late_changes_nothing():
+    """What a history sets is chosen on the device: measuring once more gives the same factors."""
     scales = FP8Scales(FP8Recipe(), DEVICE)
-    large, small = (partial(cast_tensor, torch.tensor([[size]], device=DEVICE)) for size in (100.0, 1.0))
-    scales.start("input", large)
-    first = scales.factors.clone()
-    scales.start("input", small)
-    assert scales.factors.equal(first) and first[:, 0].tolist() == [4.0, 1.0, 1.0]
-    found = scales.measure("input", small)
-    assert found[0] == 256 and found[4] == 1 / 256
-    assert scales.factors.equal(first) and not scales.amax.any() and not scales.history.any()
+    note(scales, input=100.0)
+    scales.refresh()
+    assert not scales.stands("input")  # nothing was measured, so nobody asked
+    assert scales.measure("input", cast_of(1.0)).scale.item() == scales.factors_of("input").scale.item() == 4.0
+    scales.refresh()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert scales.stands("input") and not scales.stands("gradient")
 
 
 def test_cublas_can_read_every_inverse():
@@ -110,6 +139,7 @@ def test_a_state_goes_on_with_the_same_bits():
         note(scales, input=amax)
         scales.refresh()
     resumed.load_state_dict({name: tensor.clone() for name, tensor in scales.state_dict().items()})
+    assert resumed.stands("input") and not resumed.stands("gradient")
     for each in (scales, resumed):
         note(each, input=1.0)
         each.refresh()
@@ -119,34 +149,68 @@ def test_a_state_goes_on_with_the_same_bits():
         FP8Scales(FP8Recipe(), DEVICE).load_state_dict(scales.state_dict())
 
 
+def test_a_state_of_before_is_taken():
+    """It has no counts of what rounds to zero, and scales that were measured before any step."""
+    scales = FP8Scales(FP8Recipe(), DEVICE)
+    state = {**scales.state_dict(), "started": torch.tensor([True, True, False]), "scale": torch.full((3,), 64.0)}
+    del state["underflowed"]
+    scales.noted.fill_(1)
+    scales.load_state_dict(state)
+    assert not scales.stands("input") and not scales.counts().any()
+    scales.load_state_dict({**state, "steps": torch.ones(3, dtype=torch.int64)})
+    assert scales.stands("input") and scales.measure("input", cast_of(1.0)).scale.item() == 64
+
+
 MUTANTS = {
-    "slots are kept": ("tl.store(amax_ptr + slots, 0)", "tl.store(amax_ptr + slots, tl.load(amax_ptr + slots))"),
+    "slots are kept": ("tl.store(amax_ptr + role * SLOTS + lanes, 0)", "tl.store(amax_ptr + role, 0)"),
+    "counts are kept": ("tl.store(noted_ptr + slots, 0)", "tl.store(noted_ptr + slots, tl.load(noted_ptr + slots))"),
+    "a history that nobody knows of": ("tl.store(row + STANDS, 1.0)", "tl.store(row + STANDS, 0.0)"),
     "one step for ever": ("step + 1", "step"),
-    "history forgets": ("(lanes < LENGTH) & (lanes != place)", "lanes < 0"),
+    "history forgets": ("(steps < LENGTH) & (steps != place)", "steps < 0"),
     "no margin": (" - MARGIN", ""),
     "the next type's range": ("role >= E5M2_FROM", "role > E5M2_FROM"),
     "0 sets a scale": ("amax > 0.0", "amax >= 0.0"),
-    "counts are lost": ("tl.load(total_ptr + role) + past", "past"),
+    "counts are lost": ("tl.load(total) + count", "count"),
     "the inverse is the scale": ("power_of_two(254 - biased)", "power_of_two(biased)"),
 }
 
 
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name, monkeypatch):
-    mutant = mutate(fp8_scales, "_refresh_kernel", *MUTANTS[name], entry=fp8_scales)
-    recipe = FP8Recipe(amax_history_len=3, margin=2)
-    theirs, formula = mutant.FP8Scales(recipe, DEVICE), FP8Scales(recipe, DEVICE)
+MEASURED = {
+    "a history is passed over": ("tl.load(factors_ptr + STANDS) > 0.0", "amax < 0.0"),
+    "its inverse is another's": ("tl.load(factors_ptr + INVERSE)", "inverse"),
+    "no margin": (" - MARGIN", ""),
+    "the other type's range": ("269 if E5M2 else 262", "262"),
+    "0 has the largest scale": ("amax > 0.0", "amax >= 0.0"),
+}
+
+
+def differs(ours, formula, monkeypatch):
+    """Whether scales of kernels have other numbers than the formula's, in steps of these magnitudes."""
     for amax in (100.0, 3.0, 1.0, 0.0, 0.0, 0.0, 0.0):
-        for scales in (theirs, formula):
+        measured = []
+        for scales, measure in ((ours, ours.measure), (formula, partial(formula_measure, formula, monkeypatch=monkeypatch))):
             note(scales, input=amax, gradient=amax)
-        theirs.refresh()
+            measured.append([factor.item() for role in ROLES for factor in measure(role, cast_of(amax))])
+        ours.refresh()
         formula_refresh(formula, monkeypatch)
-        if any(not tensor.equal(formula.state_dict()[name]) for name, tensor in theirs.state_dict().items()):
-            return
-        if not theirs.factors.equal(formula.factors):
-            return
-    raise AssertionError("not found")
+        states = [scales.state_dict() for scales in (ours, formula)]
+        if measured[0] != measured[1] or any(not tensor.equal(states[1][name]) for name, tensor in states[0].items()):
+            return True
+        if not ours.factors.equal(formula.factors):
+            return True
+    return False
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [(kernel, name) for kernel, names in (("_refresh_kernel", MUTANTS), ("_measured_kernel", MEASURED)) for name in names],
+)
+def test_a_mutant_is_found(kernel, name, monkeypatch):
+    how = (MUTANTS if kernel == "_refresh_kernel" else MEASURED)[name]
+    mutant, recipe = mutate(fp8_scales, kernel, *how, entry=fp8_scales), FP8Recipe(amax_history_len=3, margin=2)
+    assert not differs(FP8Scales(recipe, DEVICE), FP8Scales(recipe, DEVICE), monkeypatch)
+    assert differs(mutant.FP8Scales(recipe, DEVICE), FP8Scales(recipe, DEVICE), monkeypatch)
 
 
 # ---- recipes ----

@@ -323,6 +323,7 @@ def test_wrong_arguments():
 
 
 BACKWARD = "_backward_codes_kernel"
+NOTED = "past = 0\n        for i in tl.static_range"
 MUTANTS = {
     "an offset of its own": (fp8_kernels, "_activated", "y = ACT(z) * linear", "y = ACT(z) * (linear + 1e-3)"),
     "no bias on the linear half": (fp8_kernels, "_load_part", "bias_ptr, columns + PART * H,", "bias_ptr, columns,"),
@@ -332,7 +333,7 @@ MUTANTS = {
     "halves of dx turned over each other": (fp8_kernels, BACKWARD, "quads, columns + part * H, M", "quads, columns, M"),
     "halves of dx in one place": (fp8_kernels, BACKWARD, "(columns + part * H)[None, :]", "columns[None, :]"),
     "the other half's clamp": (fp8_kernels, BACKWARD, "tl.where(passes, dz, 0.0)", "tl.where(passes2, dz, 0.0)"),
-    "the second half isn't noted": (fp8_tile, "note_tiles", "range(COUNT)", "range(COUNT - 1)"),
+    "the second half isn't noted": (fp8_tile, "note_tiles", f"{NOTED}(COUNT)", f"{NOTED}(COUNT - 1)"),
     "the derivative where nothing was clamped": (fp8_kernels, BACKWARD, "z, linear = clamp_halves", "_, linear = clamp_halves"),
     "a masked NaN comes back": (fp8_kernels, BACKWARD, "derivative == 0.0, 0.0, dz", "derivative == 0.0, dz, dz"),
     "the bias's second half": (fp8_kernels, BACKWARD, "sums2 += tl.sum(dz2, 0)", "sums2 += tl.sum(dz, 0)"),

@@ -172,7 +172,7 @@ def test_results_can_be_written_in_place(case, backend):
 @one_of_each
 @pytest.mark.parametrize("reentrant", (True, False))
 def test_checkpointing_gives_equal_bits_and_scales(case, reentrant, backend):
-    """Both forwards run before both backwards. Their inputs differ in size, and share the first's scales."""
+    """Both forwards run before both backwards. Their inputs differ in size."""
     for recipe in (RECIPES[kind] for kind in KINDS[:3]):
         found, scales = zip(*(two_passes(case, recipe, backend, how) for how in (None, reentrant)), strict=True)
         assert all(map(torch.equal, *found))
@@ -207,21 +207,28 @@ def test_no_grad_leaves_no_trace_in_scales(case, backend):
     before = {name: t.clone() for name, t in state.state_dict().items()}
     with torch.no_grad():
         case({**tensors, "x": tensors["x"] * 100}, precision="fp8", backend=backend)
-    assert all(t.equal(before[name]) for name, t in state.state_dict().items())
+    assert all(t.equal(before[name]) for name, t in state.state_dict().items() if name not in ("saturated", "underflowed"))
     if case is CASES["linear"]:
         case({**tensors, "x": tensors["x"] * 100}, precision="fp8", backend=backend)
         assert state.amax[0].view(torch.float32).max() > 90 * before["amax"][0].view(torch.float32).max()
 
 
 @backends
-def test_a_first_pass_without_gradients_sets_the_scale_and_notes_nothing(backend):
-    """Reentrant checkpoints run all forwards of a pass so, before the first backward runs one again: scales must be the same."""
-    tensors, _ = CASES["linear"].draw()
-    with torch.no_grad():
-        CASES["linear"](tensors, precision="fp8", backend=backend)
-    state = tensors["weight"].fp8.scales
-    assert state.started == [True, True, False]
-    assert not state.amax[0].any()
+@one_of_each
+def test_calls_before_the_first_step_leave_no_trace(case, backend):
+    """Scales are each call's own until a step is over. Reentrant checkpoints run all forwards of a step without gradients."""
+    tensors, dys = case.draw()
+    plain = case.results(tensors, dys, precision="fp8", backend=backend)
+    tensors, dys = case.draw()
+    for factor in (0.0, 1e-3, 1e3):
+        given = {**tensors, "x": tensors["x"] * factor}
+        with torch.no_grad():
+            small = case(given, precision="fp8", backend=backend)
+        if factor:
+            exact = case.exact(given, dys)
+            assert decibels(small[0], exact[0]) > 20
+    assert not tensors["weight"].fp8.scales.amax.any() and not tensors["weight"].fp8.scales.counts()[0].any()
+    assert equal_bits(case.results(tensors, dys, precision="fp8", backend=backend), plain)
 
 
 @backends
@@ -229,14 +236,15 @@ def test_a_first_pass_without_gradients_sets_the_scale_and_notes_nothing(backend
 def test_a_delayed_scale_follows_what_was_seen(case, backend):
     recipe = FP8Recipe(amax_history_len=1)
     tensors, dys = case.draw()
-    wide = [dy * 2**12 for dy in dys]
-    for given in (dys, wide):
-        case.results(tensors, given, precision=recipe, backend=backend)
-    before = tensors["weight"].fp8.scales.factors[2, 0].item()
-    with torch.no_grad():
-        tensors["weight"].neg_()
-    check_decibels(case.results(tensors, wide, precision=recipe, backend=backend), case.exact(tensors, wide), recipe)
-    assert before / 2**14 < tensors["weight"].fp8.scales.factors[2, 0].item() < before / 2**10
+    wide, scales = [dy * 2**12 for dy in dys], []
+    for given in (dys, wide, wide):
+        found = case.results(tensors, given, precision=recipe, backend=backend)
+        exact = case.exact(tensors, given)
+        scales.append(tensors["weight"].fp8.scales.factors[2, 0].item())
+        with torch.no_grad():
+            tensors["weight"].neg_()
+    check_decibels(found, exact, recipe)
+    assert scales[1] / 2**14 < scales[2] < scales[1] / 2**10
 
 
 # ---- errors ----

@@ -201,6 +201,7 @@ def flushed(name, kind, group, function=None, deferred=DeferredWgrad, recipe=Non
         more = {} if function is None else {"function": function}
         more |= {"tp_group": group, "precision": recipe or RECIPES[kind]}
         x, parameters, dy = shard(name, group)
+        end_step(partial(call, **more), x.detach().requires_grad_(), parameters, dy)
         with_main_grad(parameters)
         for each in (x, x.detach().mul(0.5).requires_grad_()):
             call(each, parameters, deferred=later, **more).backward(dy)
@@ -221,6 +222,14 @@ def flushed(name, kind, group, function=None, deferred=DeferredWgrad, recipe=Non
 
 
 # ---- scales ----
+
+
+def end_step(call, x, parameters, dy):
+    """Let a history set the scales."""
+    call(x, parameters).backward(dy)
+    with torch.no_grad():
+        parameters["weight"].mul_(1)
+        call(x, parameters)
 
 
 def trained(name, group, function=None, recipe=None, divide=True):
@@ -249,6 +258,10 @@ def shared_late(group):
     for sequence in (False, True):
         options = {"tp_group": group, "sequence_parallel": sequence, "precision": RECIPES["delayed"]}
         y = onepass.linear(x, parameters["weight"], **options)
+        if not sequence:  # a step is over
+            with torch.no_grad():
+                parameters["weight"].mul_(1)
+            onepass.linear(x, parameters["weight"], **options)
         scales.append(parameters["weight"].fp8.scales.factors[0].clone())
     y.backward(dy)
     copied = pickle.loads(pickle.dumps(parameters["weight"].fp8.scales))
@@ -301,7 +314,7 @@ def order(name, kind, group):
     """Return what each part of a step does, in order: what is sent, as "start gather uint8", waits and products."""
     x, parameters, dy = shard(name, group)
     call = partial(CASES[name][0], tp_group=group, precision=RECIPES[kind])
-    call(x, parameters).backward(dy)  # scales and codes are there
+    end_step(call, x, parameters, dy)
     happened, here, scaled_mm = {}, [], scaled_product.scaled_mm
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -357,6 +370,10 @@ def validated(group):
 
     x, parameters, _ = shard("column, sequence", group)
     weight = parameters["weight"].detach()
+    x.requires_grad_()
+    for _ in range(2):
+        onepass.linear(x, weight, tp_group=group, sequence_parallel=True, precision="fp8")
+        weight.mul_(1)
     onepass.linear(x, weight, tp_group=group, sequence_parallel=True, precision="fp8")
     if group.rank() == 1:
         weight.add_(1)

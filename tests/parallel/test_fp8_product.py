@@ -1,8 +1,6 @@
 """A linear layer's product in eight bits: how far it is from fp64, who gets which gradient, and when codes are made anew."""
 
-import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -77,19 +75,11 @@ def test_magnitudes_of_any_size_keep_their_precision(recipe):
 
 
 @recipes
-def test_main_grad_takes_each_microbatch_and_the_second_ones_codes_are_kept(recipe, monkeypatch):
+def test_main_grad_takes_each_microbatch(recipe):
     x, weight, bias, dy = drawn()
     weight.main_grad = torch.ones(weight.shape, device=DEVICE)
     bias.main_grad = torch.ones(bias.shape, device=DEVICE)
-    state, casts = FP8Weight(weight, recipe), []
-
-    def counted(stock, t, *args, codes=None, **how):
-        casts.extend([] if codes is False else [t.shape])  # without codes a pass measures, or turns x
-        return stock(t, *args, **how) if codes is None else stock(t, *args, codes=codes, **how)
-
-    for each, name in itertools.product((module, fp8_weight), ("cast_rows", "cast_columns", "cast_tensor")):
-        if hasattr(each, name):
-            monkeypatch.setattr(each, name, partial(counted, getattr(each, name)))
+    state = FP8Weight(weight, recipe)
     for _ in range(3):
         fp8_product(x, weight, bias, state).backward(dy)
     _, dx, dweight, dbias = exact_results(x, weight, bias, dy)
@@ -97,7 +87,6 @@ def test_main_grad_takes_each_microbatch_and_the_second_ones_codes_are_kept(reci
     assert decibels(weight.main_grad - 1, 3 * dweight) > 22
     assert decibels(bias.main_grad - 1, 3 * dbias) > 40
     assert decibels(x.grad, 3 * dx) > 22
-    assert sum(shape in (weight.shape, weight.t().shape) for shape in casts) == (4 if recipe.scaling == "row" else 2)
 
 
 def accumulated(recipe, later=None):
@@ -195,14 +184,16 @@ def test_delayed_scales_follow_after_an_update():
     x, weight, bias, dy = drawn()
     state = FP8Weight(weight, FP8Recipe(amax_history_len=1))
     results(x, weight, bias, dy, state)
+    with torch.no_grad():
+        weight.mul_(2)
     results(x.detach().mul(100).requires_grad_(), weight, bias, dy, state)
-    assert state.scales.saturations()["input"] > 0  # the scale is that of the first
+    assert state.scales.counts()[0, 0] > 0  # the scale is that of the first
     before = state.scales.factors[:, 0].clone()
     with torch.no_grad():
         weight.mul_(2)
     large = x.detach().mul(100).requires_grad_()
     found = results(large, weight, bias, dy, state)
-    assert (state.scales.factors[:, 0] < before).tolist() == [True, False, False]  # the weight's follows one update later
+    assert (state.scales.factors[:, 0] < before).tolist() == [True, False, False]
     assert decibels(found[0], exact_results(large, weight, bias, dy)[0]) > 28
 
 
@@ -260,32 +251,33 @@ def test_a_forward_without_gradients_leaves_no_trace():
 
 
 MUTANTS = {
-    "codes of an old weight": (fp8_weight, "FP8Weight.update", "same and self._place == place and", "self._version and"),
+    "the scale of an old weight": (fp8_weight, "FP8Weight.rows", "self._measure(", "self._factors or self._measure("),
     "gradients without their scale": (fp8_weight, "_operands", "FP8Operand(across, inverse)", "FP8Operand(across, inverse / 3)"),
     "x's codes at another scale": (module, "FP8Call.start_input", "turn(target), self.", "turn(target), 2 * self."),
-    "no new scales": (fp8_weight, "FP8Weight.update", "self.scales.refresh()", "self.scales.history"),
     "the bias twice": (module, "fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
     "main_grad is not used": (fp8_linear, "_FP8Product.backward", "place = weight, main_grads[0]", "place = weight, None"),
 }
 
 
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
-    mutant = mutate(*MUTANTS[name], entry=fp8_linear)
+def is_right(library):
     x, weight, bias, dy = drawn()
     weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
-    state = mutant.FP8Weight(weight, FP8Recipe(amax_history_len=1))
+    state = library.FP8Weight(weight, FP8Recipe(amax_history_len=1))
     found = []
     for _ in range(3):
         x.grad = None
-        y = mutant.fp8_product(x, weight, bias, state)
+        y = library.fp8_product(x, weight, bias, state)
         y.backward(dy)
         exact = exact_results(x, weight, bias, dy)
         found += [decibels(y.detach(), exact[0]) > 28, decibels(x.grad, exact[1]) > 22]
         found.append(decibels(weight.main_grad, exact[2]) > 22)
         weight.main_grad.zero_()
         with torch.no_grad():
-            weight.neg_()
-            x.data.mul_(64)
-    assert not all(found) or state.scales.saturations()["input"] > x.numel()
+            weight.mul_(-16)
+    return all(found)
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    assert is_right(fp8_linear) and not is_right(mutate(*MUTANTS[name], entry=fp8_linear))

@@ -1,6 +1,6 @@
 """Products in eight bits under torch.compile: forward, and what backward makes of dy, as ops that a graph doesn't look into.
 
-A graph can't see that a weight was updated, when scales change, or which magnitudes were noted. So it holds the weight alone, and
+A graph can't see when scales change, or which magnitudes were noted. So it holds the weight alone, and
 an op finds the weight's state (gradients/fp8_weight.py) when it runs. What the state lends is copied before the graph gets it.
 A product of several weights takes them as one, which an op makes where they don't lie together, and nobody keeps for backward.
 Passes that write codes turned, and the product that is added to main_grad, keep nothing and are ops of their own.

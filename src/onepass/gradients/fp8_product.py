@@ -158,7 +158,6 @@ class FP8Call(NamedTuple):
             later: the weight's gradient is deferred.
         """
         self.state.check_unchanged(self.version)
-        self.state.backwards += 1
         in_fp8 = asks_weight and self.has_wgrad
         if self.layout is not None and self.layout.gathers_dy:
             return self._gathered_output_gradient(dy, weight, self.layout, asks_x, in_fp8, asks_weight and not in_fp8, later)
@@ -243,7 +242,7 @@ def fp8_forward(
     if layout is not None and layout.gathers_x:
         whole, shape = PendingOperand(ours, layout.group).wait(), (shape[0] * layout.group.size(), *shape[1:])
     fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
-    y = multiply(whole, state.rows(weight, lasting=not noted), dtype, fast=fast).view(*shape, -1)
+    y = multiply(whole, state.rows(weight), dtype, fast=fast).view(*shape, -1)
     if layout is not None and layout.by_row:
         y = start_sum(y, layout).wait()
     return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale, layout)

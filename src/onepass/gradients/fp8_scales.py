@@ -1,9 +1,12 @@
 """The scales of a layer's eight-bit operands, and what the next ones come from.
 
-Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes note the
-largest finite magnitude and count what saturates. Delayed scales change in `refresh` alone, once a step, on the device:
-microbatches share them, and a forward that is run again under checkpointing has the same bits. A tensor without history has its
-own magnitude found by the same pass, run once more: `measure`.
+Three tensors are rounded: the layer's input, its weight, and the gradient of its output. Passes that write codes of the first and
+the last note the largest finite magnitude, and count what saturates and what rounds to zero. Delayed scales change in `refresh`
+alone, once a step, on the device: microbatches share them, and a forward that is run again under checkpointing has the same bits.
+
+Until a step has noted a magnitude, a tensor has its own one found by the same pass, run once more in each call: `measure`.
+Whether a step has, the device knows first. It chooses the scale, so a host that learns it late runs a pass too many, and changes
+no bit. The weight's scale is measured in each call, by any recipe: whoever wrote the weight, no history of another's remains.
 
 Where the ranks of a group have rows of one tensor, they `share` its scale. The largest magnitude is then that of all ranks, by a
 collective of 64 numbers before each new scale. Other tensors have a scale of each rank's own.
@@ -29,61 +32,99 @@ from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, scale_for
 from onepass.runtime.fp8_recipe import FP8Recipe
 
 ROLES = ("input", "weight", "gradient")
-_STATE = ("factors", "amax", "saturated", "history", "steps", "total")
-_INVERSE = 4  # its place in a row of factors, after the scale's: cuBLAS reads it at an address that is a multiple of 16
+KINDS = ("saturated", "underflowed")  # of counts: numbers past the largest, and numbers that round to zero
+_STATE = ("factors", "amax", "noted", "history", "steps", "total")
+_STANDS = 1  # the place in a row of factors, after the scale's, that is 1 once a history has set the scale
+_INVERSE = 4  # that of the inverse: cuBLAS reads it at an address that is a multiple of 16
 _FACTORS = 2 * _INVERSE
 
 
 @kernel
 def _refresh_kernel(
-    factors_ptr, amax_ptr, saturated_ptr, history_ptr, steps_ptr, total_ptr,
+    factors_ptr, amax_ptr, noted_ptr, history_ptr, steps_ptr, total_ptr,
     LENGTH: tl.constexpr, MARGIN: tl.constexpr, RECENT: tl.constexpr, E5M2_FROM: tl.constexpr, SLOTS: tl.constexpr,
-    INVERSE: tl.constexpr, BLOCK: tl.constexpr,
+    STANDS: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a tensor: its scale from its history, after the slots have joined it."""
-    role = tl.program_id(0)
-    slots = role * SLOTS + tl.arange(0, SLOTS)
-    amax = tl.max(tl.load(amax_ptr + slots).to(tl.float32, bitcast=True), 0)
-    past = tl.sum(tl.load(saturated_ptr + slots).to(tl.int64), 0)
-    tl.store(amax_ptr + slots, 0)
-    tl.store(saturated_ptr + slots, 0)
-    tl.store(total_ptr + role, tl.load(total_ptr + role) + past)
+    role, roles = tl.program_id(0), tl.num_programs(0)
+    lanes = tl.arange(0, SLOTS)
+    amax = tl.max(tl.load(amax_ptr + role * SLOTS + lanes).to(tl.float32, bitcast=True), 0)
+    tl.store(amax_ptr + role * SLOTS + lanes, 0)
+    for kind in tl.static_range(2):
+        slots = (kind * roles + role) * SLOTS + lanes
+        count = tl.sum(tl.load(noted_ptr + slots).to(tl.int64), 0)
+        tl.store(noted_ptr + slots, 0)
+        total = total_ptr + kind * roles + role
+        tl.store(total, tl.load(total) + count)
     step = tl.load(steps_ptr + role)
     tl.store(steps_ptr + role, step + 1)
     place = step % LENGTH
     if not RECENT:
-        lanes = tl.arange(0, BLOCK)
-        before = tl.load(history_ptr + role * LENGTH + lanes, mask=(lanes < LENGTH) & (lanes != place), other=0.0)
+        steps = tl.arange(0, BLOCK)
+        before = tl.load(history_ptr + role * LENGTH + steps, mask=(steps < LENGTH) & (steps != place), other=0.0)
         tl.store(history_ptr + role * LENGTH + place, amax)
         amax = tl.maximum(amax, tl.max(before, 0))
     else:
         tl.store(history_ptr + role * LENGTH + place, amax)
     if amax > 0.0:
         biased = exponents_below(amax, tl.where(role >= E5M2_FROM, 269, 262) - MARGIN)
-        tl.store(factors_ptr + role * (2 * INVERSE), power_of_two(biased))
-        tl.store(factors_ptr + role * (2 * INVERSE) + INVERSE, power_of_two(254 - biased))
+        row = factors_ptr + role * (2 * INVERSE)
+        tl.store(row, power_of_two(biased))
+        tl.store(row + STANDS, 1.0)
+        tl.store(row + INVERSE, power_of_two(254 - biased))
 
 
 @lru_cache
 def _refresh_plan(length: int, margin: int, recent: bool, first_e5m2: int) -> Bound:
     block = 1 << (length - 1).bit_length()
-    bound: Bound = _refresh_kernel.bind(length, margin, recent, first_e5m2, SLOTS, _INVERSE, block, num_warps=1)
+    bound: Bound = _refresh_kernel.bind(length, margin, recent, first_e5m2, SLOTS, _STANDS, _INVERSE, block, num_warps=1)
     return bound
 
 
 def _refresh_formula(state: Sequence[Tensor], types: Sequence[torch.dtype], margin: int, recent: bool) -> None:
-    factors, amax, saturated, history, steps, total = state
+    factors, amax, noted, history, steps, total = state
     largest = amax.view(torch.float32).amax(1)
-    total += saturated.sum(1)
+    total += noted.sum(2)
     history.scatter_(1, (steps % history.shape[1]).unsqueeze(1), largest.unsqueeze(1))
     steps += 1
     if not recent:
         largest = history.amax(1)
     for row, most, dtype in zip(factors, largest, types, strict=True):
         row[0] = torch.where(most > 0, scale_for(most, dtype, margin), row[0])
+        row[_STANDS] = torch.where(most > 0, 1.0, row[_STANDS])
         row[_INVERSE] = 1 / row[0]
     amax.zero_()
-    saturated.zero_()
+    noted.zero_()
+
+
+@kernel
+def _measured_kernel(
+    row_ptr, amax_ptr, factors_ptr,
+    MARGIN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, STANDS: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """One program: a row of factors from the slots, or that of a history where there is one."""
+    amax = tl.max(tl.load(amax_ptr + tl.arange(0, SLOTS)).to(tl.float32, bitcast=True), 0)
+    biased = tl.where(amax > 0.0, exponents_below(amax, (269 if E5M2 else 262) - MARGIN), 127)
+    scale, inverse = power_of_two(biased), power_of_two(254 - biased)
+    if factors_ptr is not None:
+        stands = tl.load(factors_ptr + STANDS) > 0.0
+        scale = tl.where(stands, tl.load(factors_ptr), scale)
+        inverse = tl.where(stands, tl.load(factors_ptr + INVERSE), inverse)
+    tl.store(row_ptr, scale)
+    tl.store(row_ptr + INVERSE, inverse)
+
+
+@lru_cache
+def _measured_plan(margin: int, e5m2: bool) -> Bound:
+    bound: Bound = _measured_kernel.bind(margin, e5m2, SLOTS, _STANDS, _INVERSE, num_warps=1)
+    return bound
+
+
+def _measured_formula(row: Tensor, amax: Tensor, factors: Tensor | None, margin: int, dtype: torch.dtype) -> None:
+    row[0] = scale_for(amax.view(torch.float32).amax(), dtype, margin)
+    row[_INVERSE] = 1 / row[0]
+    if factors is not None:
+        row.copy_(torch.where(factors[_STANDS] > 0, factors, row))
 
 
 class FP8Factors(NamedTuple):
@@ -97,39 +138,48 @@ def factors_of(row: Tensor) -> FP8Factors:
     return FP8Factors(row[0], row[_INVERSE])
 
 
+class _Flags(NamedTuple):
+    """Which scales come from a history, on the way to the host."""
+
+    copy: Tensor
+    arrived: torch.cuda.Event
+
+
 class FP8Scales:
     """The scales of one layer's input, weight and output gradient, with the magnitudes that the next ones come from."""
 
     def __init__(self, recipe: FP8Recipe, device: torch.device) -> None:
         self.recipe = recipe
         count = len(ROLES)
-        self.factors = torch.ones(count, _FACTORS, device=device)
-        self.amax, self.saturated = torch.zeros(2, count, SLOTS, dtype=torch.int32, device=device).unbind()
+        self.factors = torch.zeros(count, _FACTORS, device=device)
+        self.factors[:, 0] = self.factors[:, _INVERSE] = 1
+        self.amax, self._unread = torch.zeros(2, count, SLOTS, dtype=torch.int32, device=device).unbind()
+        self.noted = torch.zeros(len(KINDS), count, SLOTS, dtype=torch.int32, device=device)
         self.history = torch.zeros(count, recipe.amax_history_len, device=device)
-        self.steps, self.total = torch.zeros(2, count, dtype=torch.int64, device=device).unbind()
-        self.started = [False] * count
+        self.steps = torch.zeros(count, dtype=torch.int64, device=device)
+        self.total = torch.zeros(len(KINDS), count, dtype=torch.int64, device=device)
+        self.started = [False] * count  # whether a history is known here to set the scale
+        self._flags: _Flags | None = None
+        self._measured = False  # a scale since the last refresh
         self._types = [E4M3, E4M3, recipe.gradient_type]
         self._of = [factors_of(row) for row in self.factors]
-        noted = zip(self.amax, self.saturated, strict=True)
-        self._targets = [
-            FP8Target(dtype, of.scale, *slots) for dtype, of, slots in zip(self._types, self._of, noted, strict=True)
-        ]
         self._groups: dict[str, dist.ProcessGroup] = {}  # that share a tensor's scale
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": {}}  # no group can be pickled: the next call shares again
+        return {**self.__dict__, "_groups": {}, "_flags": None}  # no group can be pickled: the next call shares again
 
     def share(self, role: str, group: dist.ProcessGroup) -> None:
-        """Let the ranks of a group have one scale for a tensor from now on. Collective where it has a scale already."""
+        """Let the ranks of a group have one scale for a tensor from now on. The first call is collective."""
         if self._groups.get(role) is group:
             return
         self._groups[role] = group
         place = ROLES.index(role)
-        if self.started[place]:  # the smallest scale of the ranks, all powers of two
-            scale, inverse = self._of[place]
-            raise_to_largest(self.history[place], group)
-            raise_to_largest(inverse, group)
-            scale.copy_(1 / inverse)
+        row = self.factors[place]
+        largest = row[_STANDS : _INVERSE + 1] * row[_STANDS]  # of the ranks that have a history: the smallest scale
+        raise_to_largest(self.history[place], group)
+        raise_to_largest(largest, group)
+        inverse = torch.where(largest[0] > 0, largest[-1], 1.0)
+        row[0], row[_STANDS], row[_INVERSE] = 1 / inverse, largest[0], inverse
 
     def type_of(self, role: str) -> torch.dtype:
         return self._types[ROLES.index(role)]
@@ -138,36 +188,42 @@ class FP8Scales:
         """Return a tensor's scale and its inverse. They are those of the calls to come: delayed scales change once a step."""
         return self._of[ROLES.index(role)]
 
-    def target(self, role: str) -> FP8Target:
-        """Return what a pass needs that writes codes of this tensor and notes magnitudes and what saturates."""
-        return self._targets[ROLES.index(role)]
+    def target(self, role: str, factors: FP8Factors, noted: bool) -> FP8Target:
+        """Return what a pass needs that writes codes of this tensor, and counts what saturates and what rounds to zero.
 
-    def start(self, role: str, run: Callable[[FP8Target], object]) -> None:
-        """Give a tensor that has no history yet the scale of its own largest magnitude. `run` is the pass that writes codes."""
+        Args:
+            noted: the next scale sees its magnitudes.
+        """
         place = ROLES.index(role)
-        if not self.started[place]:
-            if is_capturing(self.factors.device):
-                raise RuntimeError(
-                    f"the {role} of a product in eight bits has no scale yet: run forward and backward once before the capture"
-                )
-            self.factors[place] = self.measure(role, run)
-            self.started[place] = True
+        amax = self.amax if noted else self._unread
+        return FP8Target(self._types[place], factors.scale, amax[place], *self.noted[:, place])
 
-    def restart(self, role: str) -> None:
-        """Let the next pass of a tensor find its scale, as the first did."""
-        self.started[ROLES.index(role)] = False
+    def stands(self, role: str) -> bool:
+        """Whether a history is known to set a tensor's scale: then nothing is measured."""
+        if self._flags is not None and not is_capturing(self.factors.device) and self._flags.arrived.query():
+            self._learn(self._flags.copy)
+            self._flags = None
+        return self.started[ROLES.index(role)]
 
-    def measure(self, role: str, run: Callable[[FP8Target], object]) -> Tensor:
-        """Return a row of factors for the largest magnitude that the pass finds, on all ranks that share the scale."""
-        place = ROLES.index(role)
-        row = self.factors.new_ones(1, _FACTORS)
-        noted = torch.zeros(2, 1, SLOTS, dtype=torch.int32, device=row.device).unbind()
-        run(FP8Target(self._types[place], row[0, 0], noted[0][0], noted[1][0]))
+    def measure(self, role: str, run: Callable[[FP8Target], object]) -> FP8Factors:
+        """Return factors for the largest magnitude that the pass finds, on all ranks that share the scale.
+
+        Delayed scales of the input and the gradient are those of the history once there is one. `run` writes codes for a target.
+        """
+        place, margin = ROLES.index(role), self.recipe.margin
+        row = self.factors.new_empty(_FACTORS)
+        slots, unread = torch.zeros(2, SLOTS, dtype=torch.int32, device=row.device).unbind()
+        run(FP8Target(self._types[place], self._of[place].scale, slots, unread))
         if role in self._groups:
-            raise_to_largest(noted[0], self._groups[role])
-        none = self.steps.new_zeros(2, 1).unbind()
-        self._refresh(row, *noted, row.new_zeros(1, 1), *none, types=self._types[place : place + 1], recent=True)
-        return row[0]
+            raise_to_largest(slots, self._groups[role])
+        delayed = self.recipe.scaling == "delayed" and role != "weight"
+        given = row, slots, self.factors[place] if delayed else None
+        if triton_unsupported(row) is None:
+            _measured_plan(margin, self._types[place] is E5M2)((1, 1, 1), *given)
+        else:
+            _measured_formula(*given, margin, self._types[place])
+        self._measured |= delayed
+        return factors_of(row)
 
     def refresh(self) -> None:
         """Let what was noted join the history, and set the scales from it. A tensor whose history is all 0 keeps its scale.
@@ -176,28 +232,40 @@ class FP8Scales:
         """
         for role, group in self._groups.items():
             raise_to_largest(self.amax[ROLES.index(role)], group)
-        recent = self.recipe.amax_compute_algo == "most_recent"
-        self._refresh(*[getattr(self, name) for name in _STATE], types=self._types, recent=recent)
-
-    def _refresh(self, *state: Tensor, types: Sequence[torch.dtype], recent: bool) -> None:
-        """Set the scales of `state`, tensors as `_STATE` names them."""
+        recent, state = self.recipe.amax_compute_algo == "most_recent", [getattr(self, name) for name in _STATE]
         if triton_unsupported(state[0]) is None:
-            first_e5m2 = types.index(E5M2) if E5M2 in types else len(types)
-            _refresh_plan(state[3].shape[1], self.recipe.margin, recent, first_e5m2)((len(types), 1, 1), *state)
+            first_e5m2 = self._types.index(E5M2) if E5M2 in self._types else len(self._types)
+            plan = _refresh_plan(self.history.shape[1], self.recipe.margin, recent, first_e5m2)
+            plan((len(self._types), 1, 1), *state)
         else:
-            _refresh_formula(state, types, self.recipe.margin, recent)
+            _refresh_formula(state, self._types, self.recipe.margin, recent)
+        if self._measured and not is_capturing(self.factors.device):
+            self._measured = False
+            self._ask()
 
-    def saturations(self) -> dict[str, int]:
-        """Return how many numbers of each tensor have saturated so far. It waits for the device."""
-        return dict(zip(ROLES, self.counts().tolist(), strict=True))
+    def _ask(self) -> None:
+        """Start to learn which scales come from a history now. Nothing waits for the device."""
+        for role in self._groups:  # ranks must agree, whatever each of them has heard of
+            self.started[ROLES.index(role)] = True
+        stands = self.factors[:, _STANDS]
+        if not stands.is_cuda:
+            self._learn(stands)
+            return
+        copy, arrived = torch.empty(len(ROLES), pin_memory=True), torch.cuda.Event()
+        copy.copy_(stands, non_blocking=True)
+        arrived.record(torch.cuda.current_stream(stands.device))
+        self._flags = _Flags(copy, arrived)
+
+    def _learn(self, stands: Tensor) -> None:
+        self.started = [known or new > 0 for known, new in zip(self.started, stands.tolist(), strict=True)]
 
     def counts(self) -> Tensor:
-        """Return a copy of how many numbers of each tensor have saturated so far, on the device."""
-        return self.total + self.saturated.sum(1)
+        """Return how many numbers of each tensor have saturated and rounded to zero so far, [kinds, roles] on the device."""
+        return self.total + self.noted.sum(2)
 
     def set_counts(self, counts: Tensor | None) -> None:
         """Go back to earlier `counts`; None is none."""
-        self.saturated.zero_()
+        self.noted.zero_()
         self.total.zero_() if counts is None else self.total.copy_(counts)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -207,8 +275,8 @@ class FP8Scales:
             "amax": self.amax.view(torch.float32).amax(1),
             "history": self.history.clone(),
             "steps": self.steps.clone(),
-            "saturated": self.counts(),
-            "started": torch.tensor(self.started),
+            "started": self.factors[:, _STANDS] > 0,
+            **dict(zip(KINDS, self.counts().unbind(), strict=True)),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -220,19 +288,23 @@ class FP8Scales:
         self.factors[:, 0] = state["scale"]
         self.factors[:, _INVERSE] = 1 / self.factors[:, 0]
         self.amax.zero_().view(torch.float32)[:, 0] = state["amax"]
-        self.saturated.zero_()
-        for own, theirs in ((self.history, "history"), (self.steps, "steps"), (self.total, "saturated")):
+        self.noted.zero_()
+        for own, theirs in ((self.history, "history"), (self.steps, "steps")):
             own.copy_(state[theirs])
-        self.started = state["started"].tolist()
+        for own, kind in zip(self.total, KINDS, strict=True):
+            own.copy_(state[kind]) if kind in state else own.zero_()  # older states have no second kind
+        # older states have measured scales without a history too
+        self.factors[:, _STANDS] = state["started"].to(self.steps.device) & (self.steps > 0)
+        self._flags, self.started = None, (self.factors[:, _STANDS] > 0).tolist()
 
 
 # ---- of many layers, without a wait for each ----
 
 
 def counts_of(scales: Sequence[FP8Scales]) -> Tensor:
-    """Return how many numbers of each tensor have saturated so far, [layers, roles] on the device."""
-    totals, new = (torch.stack([getattr(each, name) for each in scales]) for name in ("total", "saturated"))
-    return totals + new.sum(2)
+    """Return how many numbers of each tensor have saturated and rounded to zero so far, [layers, kinds, roles] on the device."""
+    totals, new = (torch.stack([getattr(each, name) for each in scales]) for name in ("total", "noted"))
+    return totals + new.sum(3)
 
 
 def share_notes(scales: Sequence[FP8Scales], group: dist.ProcessGroup) -> None:
@@ -240,14 +312,14 @@ def share_notes(scales: Sequence[FP8Scales], group: dist.ProcessGroup) -> None:
 
     Call it once a step, after the last backward and before scales are refreshed.
     """
-    amax, saturated = (torch.stack([getattr(each, name) for each in scales]) for name in ("amax", "saturated"))
+    amax, noted = (torch.stack([getattr(each, name) for each in scales]) for name in ("amax", "noted"))
     # magnitudes are compared as their bits are: none is negative
-    own = torch.stack([amax.amax(2).long(), saturated.sum(2)])
+    own = torch.cat([amax.amax(2).long().unsqueeze(1), noted.sum(3)], 1)
     everywhere = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everywhere, own, group)
     found = torch.stack(everywhere)
-    largest, total = found[:, 0].amax(0), found[:, 1].sum(0).clamp(max=torch.iinfo(torch.int32).max)
-    for noted, value in ((amax, largest), (saturated, total)):
-        noted.zero_()[:, :, 0] = value
+    largest, total = found[:, :, 0].amax(0), found[:, :, 1:].sum(0).clamp(max=torch.iinfo(torch.int32).max)
+    for slots, value in ((amax, largest), (noted, total)):
+        slots.zero_()[..., 0] = value
     torch._foreach_copy_([each.amax for each in scales], list(amax.unbind()))
-    torch._foreach_copy_([each.saturated for each in scales], list(saturated.unbind()))
+    torch._foreach_copy_([each.noted for each in scales], list(noted.unbind()))

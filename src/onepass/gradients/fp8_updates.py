@@ -1,8 +1,8 @@
-"""Whether a weight may have changed since its eight-bit codes were made.
+"""Whether a weight was updated, which ends a step of delayed scales.
 
 PyTorch counts what writes a tensor in `_version`. It misses writes through `weight.data`, as some optimizers make, and gathers of
-fully_shard, whose optimizer steps shards. So the steps of all optimizers count too. A step of another model's costs a cast.
-Of shards that are loaded between two steps nothing tells, unless the state is loaded too.
+fully_shard, whose optimizer steps shards. So the steps of all optimizers count too. No code and no scale of a weight's own hangs
+on this: they are made in each call.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from onepass.gradients.releasable_storage import storage_id
 from onepass.kernels.device_tables import is_capturing
 from onepass.runtime.cuda_graph import current_step
-from onepass.runtime.dispatch import has_address
 
 if TYPE_CHECKING:
     from onepass.gradients.fp8_scales import FP8Scales
 
 Version = tuple[int, ...]  # of the parameter that has the state, the optimizers' steps, and of those that are packed with it
-BEFORE_ANY: Version = (-1, -1)  # of a weight whose codes are of values before an update
+BEFORE_ANY: Version = (-1, -1)  # of a weight whose scales are those of a step before
 _steps = 0
 _refreshed: list[weakref.ref[FP8Scales]] = []  # after each step, in an order that ranks have alike
 
@@ -58,14 +56,6 @@ def version_of(weight: Tensor) -> Version:
     if packed is None:
         return weight._version, _steps
     return packed[0]._version, _steps, *[parameter._version for parameter in packed[1:]]
-
-
-def place_of(weight: Tensor) -> tuple[int, ...] | None:
-    """Return the storage of a weight, or of each parameter that it is made of, and where in that it begins; None of fake ones."""
-    if not has_address(weight):
-        return None
-    parts = getattr(weight, "packed", (weight,))
-    return tuple([number for part in parts for number in (storage_id(part), int(part.storage_offset()))])
 
 
 def may_have_changed(weight: Tensor, version: Version) -> bool:

@@ -1,7 +1,7 @@
 """The weight of a linear layer in eight bits, the operands of its products, and whether a product is in eight bits at all.
 
-The weight's codes are made where a product takes them: by rows in forward, turned in backward. Those that serve again are kept:
-in both layouts where a step has several microbatches, by rows without gradients. Over the ranks of a group:
+The weight's codes are made where a product takes them: by rows in forward, turned in backward. Forward also finds their scale.
+Nothing made of a weight outlasts a call, so none is old, whoever wrote the weight. Over the ranks of a group:
 
                  x                         dy                        the weight
     column       all rows on every rank    own columns, own scale    own rows, own scale
@@ -25,14 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onepass.gradients.fp8_scales import FP8Scales, factors_of
+from onepass.gradients.fp8_scales import FP8Factors, FP8Scales
 from onepass.gradients.fp8_updates import (
     BEFORE_ANY,
     Version,
     count_optimizer_steps,
     is_divided,
     may_have_changed,
-    place_of,
     refresh_after_steps,
     version_of,
     whole_of,
@@ -59,10 +58,6 @@ class FP8Operand(NamedTuple):
     def part(self, first: int, last: int) -> FP8Operand:
         """Return some of its rows."""
         return FP8Operand(self.codes[first:last], self.inverse[first:last] if self.inverse.dim() else self.inverse)
-
-    def lasting(self) -> FP8Operand:
-        """Return it at this scale for good: the scales of a layer change in place."""
-        return FP8Operand(self.codes, self.inverse.clone())
 
     def turned(self) -> FP8Operand:
         """Return the transpose of rows that share a scale."""
@@ -91,25 +86,15 @@ def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool, ou
 
 
 class FP8Weight:
-    """A weight in eight bits, with the scales of its layer.
-
-    A copy and a pickle have the scales and their history, and make the codes anew.
-    """
+    """The scales of a weight's layer in eight bits. A copy and a pickle of the module have them and their history."""
 
     def __init__(self, weight: Tensor, recipe: FP8Recipe) -> None:
         self.recipe = recipe
         self.scales = FP8Scales(recipe, weight.device)
-        self.shape: torch.Size | None = None  # of the weight that the target is for
-        self._version: Version | None = None
-        self._place: tuple[object, ...] | None = None  # `place_of` it
-        self._counted = False  # what a cast of this weight notes is in a loaded state already
-        self._target: tuple[FP8Target, Tensor] | None = None  # for the weight's codes until the next update; None: scales by row
-        self._rows: FP8Operand | None = None
-        self._turned: FP8Operand | None = None
-        self.backwards = 0  # since the last update
-        self._shared = False  # whether microbatches share codes: several had a backward before the last update
-        self._divided = is_divided(weight)  # kept codes of gathered weights would be a copy of the model on each rank
-        self._in_graph = False  # the target lies in a CUDA graph's memory
+        self.shape: torch.Size | None = None  # of the weight
+        self._version: Version | None = None  # of the weight, in the last forward
+        self._loaded = False
+        self._factors: FP8Factors | None = None  # of the weight in the last forward, which its backward takes too
         self._replayed = False  # optimizers' steps refresh the scales
         count_optimizer_steps()
 
@@ -119,72 +104,49 @@ class FP8Weight:
     # ---- the weight ----
 
     def update(self, weight: Tensor) -> None:
-        """After an update of the weight set all scales, and drop its codes.
+        """After an update of the weight, which ends a step, set the delayed scales of the input and the gradient.
 
-        Assigned `weight.data` has another storage: that is no step, but another weight, whose scale is measured. A write through
-        `weight.data` changes neither version nor storage: the next optimizer step shows it. A storage that fully_shard frees and
-        fills again stays the same one.
-
-        A CUDA graph makes codes of what the weight is at each replay. The scales that it reads change after optimizers' steps.
+        A write through `weight.data` changes no version. Scales without a history are then measured in each call, and others wait
+        for an optimizer's step. A replay of a CUDA graph sees no update: optimizers' steps change the scales that it reads.
         """
-        version, place = version_of(weight), place_of(weight)
-        captures, same = is_capturing(weight), self._version == version
-        if same and self._place == place and not (captures or self._in_graph):
-            return
-        due = not same and not captures and not self._replayed
-        step = current_step()
+        version, captures, step = version_of(weight), is_capturing(weight), current_step()
+        known = self._version is not None and (self._version == version or captures or self._replayed)
         if captures or step is not None:  # what warms up for the capture of a whole step: its replays refresh, too
             self._replayed = True
             refresh_after_steps(self.scales)
-        if step is not None:
+        if step is not None and not any(scales is self.scales for scales in step.scales):
             step.scales.append(self.scales)
-        with _outside_inference_mode():  # scales serve training too
-            if self.recipe.scaling != "row":
-                if same and self._place != place:
-                    self.scales.restart("weight")
-                elif due and self._version is not None and self.recipe.scaling == "delayed":
-                    self.scales.refresh()
-                run = partial(cast_tensor, weight.detach(), codes=False)
-                target, inverse = self.target("weight", run)
-                self._target = (_unnoted(target) if self._counted else target), inverse
-        self._rows = self._turned = None
-        self._shared, self.backwards = self.backwards > 1, 0
-        self._version, self._place, self._counted, self.shape = version, place, False, weight.shape
-        self._in_graph = captures
+        if self._version is not None and not known and self.recipe.scaling == "delayed":
+            with _outside_inference_mode():  # scales serve training too
+                self.scales.refresh()
+        self._version, self.shape = version, weight.shape
 
-    def rows(self, weight: Tensor, *, lasting: bool) -> FP8Operand:
-        """Return the weight's codes by rows. `lasting`: the next call takes them too, as there is no backward."""
-        if self._rows is not None:
-            return self._rows
-        self._shared = self._shared or self.backwards > 0
-        shared = self._shared and not (self._in_graph or self._divided)
-        rows, turned = self._cast_weight(weight, codes=True, turned=shared)
-        assert rows is not None
-        if shared or (lasting and not self._in_graph):
-            self._rows, self._turned = rows.lasting(), None if turned is None else turned.lasting()
-        return rows
+    def rows(self, weight: Tensor) -> FP8Operand:
+        """Return the weight's codes by rows."""
+        weight = weight.detach()
+        if self.recipe.scaling == "row":
+            return FP8Operand(*cast_rows(weight, E4M3))
+        factors = self._factors = self._measure(weight)
+        codes, _ = cast_tensor(weight, FP8Target(E4M3, factors.scale))
+        assert codes is not None
+        return FP8Operand(codes, factors.inverse)
 
     def turned(self, weight: Tensor) -> FP8Operand:
         """Return the transpose of its codes, for dx."""
-        if self._turned is not None:
-            return self._turned
-        _, turned = self._cast_weight(weight, codes=False, turned=True)
-        assert turned is not None
-        return turned
-
-    def _cast_weight(self, weight: Tensor, *, codes: bool, turned: bool) -> tuple[FP8Operand | None, FP8Operand | None]:
         weight = weight.detach()
-        with _outside_inference_mode():  # kept codes serve training too
-            if self._target is None:
-                rows = FP8Operand(*cast_rows(weight, E4M3)) if codes else None
-                return rows, FP8Operand(*cast_columns(weight)) if turned else None
-            target, inverse = self._target
-            self._target = _unnoted(target), inverse
-            return _operands(cast_tensor(weight, target, codes=codes, turned=turned), inverse)
+        if self.recipe.scaling == "row":
+            return FP8Operand(*cast_columns(weight))
+        factors = self._factors or self._measure(weight)
+        _, codes = cast_tensor(weight, FP8Target(E4M3, factors.scale), codes=False, turned=True)
+        assert codes is not None
+        return FP8Operand(codes, factors.inverse)
+
+    def _measure(self, weight: Tensor) -> FP8Factors:
+        return self.scales.measure("weight", partial(cast_tensor, weight, codes=False))
 
     @contextmanager
     def unchanged(self, weight: Tensor) -> Iterator[None]:
-        """Keep codes and scales through a block that writes the values into the weight that it has already."""
+        """Keep scales through a block that writes the values into the weight that it has already."""
         current = self._version is not None and not may_have_changed(weight, self._version)
         yield
         if current and not is_divided(weight):
@@ -193,7 +155,7 @@ class FP8Weight:
     def check_unchanged(self, version: Version) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""
         if self._version != version:
-            raise RuntimeError("weight must not be updated between forward and backward: its codes are another's by now")
+            raise RuntimeError("weight must not be updated between forward and backward: scales are the next step's")
 
     @property
     def version(self) -> Version:
@@ -205,17 +167,17 @@ class FP8Weight:
     @property
     def is_fresh(self) -> bool:
         """Whether there is no state to save, as before the first forward."""
-        return self._version is None and not self._counted
+        return self._version is None and not self._loaded
 
     def state_dict(self, weight: Tensor) -> dict[str, Any]:
-        """Return what a resumed run needs to go on with the same bits: plain tensors, a dict and a bool. Codes are made again."""
+        """Return what a resumed run needs to go on with the same bits: plain tensors, a dict and a bool."""
         updated = self._version is not None and may_have_changed(weight, self._version)
         return {**self.scales.state_dict(), "recipe": asdict(self.recipe), "updated": updated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of the same recipe. The weight's codes are made at its next use, from the values that it then has."""
+        """Take over a state of the same recipe."""
         self.scales.load_state_dict(state)
-        self._version, self._counted = (BEFORE_ANY, False) if state["updated"] else (None, True)
+        self._version, self._loaded = BEFORE_ANY if state["updated"] else None, True
 
     # ---- the other operands ----
 
@@ -234,26 +196,27 @@ class FP8Weight:
         if layout.gathers_x or layout.gathers_dy:
             self.scales.share("input" if layout.gathers_x else "gradient", layout.group)
 
-    def target(self, role: str, run: Callable[[FP8Target], object]) -> tuple[FP8Target, Tensor]:
+    def target(self, role: str, run: Callable[[FP8Target], object], *, noted: bool = True) -> tuple[FP8Target, Tensor]:
         """Return what a pass writes codes for, by the recipe, and the inverse of the scale that it has.
 
-        `run` is the pass itself. Where the scale comes from this tensor, it runs once more before.
+        `run` is the pass itself, which runs once more before where the scale comes from this tensor. `noted`: the scales to come
+        see this tensor.
         """
         scales = self.scales
         if self.recipe.scaling == "current":
-            scale, inverse = factors_of(scales.measure(role, run))
-            return FP8Target(scales.type_of(role), scale), inverse
-        scales.start(role, run)
-        return scales.target(role), scales.factors_of(role).inverse
+            factors = scales.measure(role, run)
+            return FP8Target(scales.type_of(role), factors.scale), factors.inverse
+        factors = scales.factors_of(role) if scales.stands(role) else scales.measure(role, run)
+        return scales.target(role, factors, noted), factors.inverse
 
     def input_operand(self, run: Pass, noted: bool) -> tuple[FP8Operand, Tensor | None]:
-        """Return the codes of x that a pass writes, and their scale where rows share one. `noted`: the scales to come see it."""
+        """Return the codes of x that a pass writes, and their scale where rows share one."""
         if self.recipe.scaling == "row":
             codes, inverse = run(FP8Target(E4M3))
             assert inverse is not None
             return FP8Operand(codes, inverse), None
-        target, inverse = self.target("input", run)
-        codes, _ = run(target if noted else _unnoted(target))
+        target, inverse = self.target("input", run, noted=noted)
+        codes, _ = run(target)
         return FP8Operand(codes, inverse), target.scale
 
     def cast(
@@ -275,11 +238,6 @@ def _outside_inference_mode() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def _unnoted(target: FP8Target) -> FP8Target:
-    """Return the target for a pass that notes nothing."""
-    return FP8Target(target.dtype, target.scale)
-
-
 class CompiledFP8(NamedTuple):
     """Stands for a weight's state in a compiled graph, whose ops find the state when they run (gradients/fp8_compiled.py)."""
 
@@ -287,10 +245,10 @@ class CompiledFP8(NamedTuple):
 
 
 def _from_scales(recipe: FP8Recipe, scales: dict[str, Tensor]) -> FP8Weight:
-    """Return a state without codes, on the scales' device."""
+    """Return a state on the scales' device."""
     state = FP8Weight(scales["scale"], recipe)
     state.scales.load_state_dict(scales)
-    state._counted = True
+    state._loaded = True
     return state
 
 
@@ -307,6 +265,10 @@ def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
         or state.scales.factors.device != weight.device
         or (state.shape is not None and state.shape != weight.shape)
     ):
+        if recipe.scaling == "delayed" and is_capturing(weight):  # each replay would set the state to zeros again
+            raise RuntimeError(
+                "a product in eight bits that has no scale yet can't be captured: run forward and backward once before"
+            )
         with _outside_inference_mode():
             state = owner.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
     return state

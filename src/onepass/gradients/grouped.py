@@ -1,8 +1,8 @@
 """The products of a grouped linear layer, in their own type or in eight bits, and where its weight's gradient goes.
 
 Eight bits  x, dy and the weight are e4m3, at a scale a row: rows of the weight in forward, its columns in backward. PyTorch's
-            grouped product takes nothing else, so a layer's recipe says no more than that it is asked for. No scale outlasts a
-            call. The weight's codes do, between updates (gradients/fp8_weight.py). Its gradient is a product in 16 bits.
+            grouped product takes nothing else, so a layer's recipe says no more than that it is asked for. No scale and no code
+            outlasts a call. The weight's gradient is a product in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE
-from onepass.gradients.fp8_weight import FP8Operand, fp8_weight
+from onepass.gradients.fp8_weight import FP8Operand
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulation_target,
@@ -29,7 +28,7 @@ from onepass.gradients.main_grad import (
     placeholder,
     vector_gradient,
 )
-from onepass.kernels.fp8_cast import cast_rows
+from onepass.kernels.fp8_cast import cast_columns, cast_rows
 from onepass.kernels.grouped_product import (
     group_rows,
     grouped_product,
@@ -68,38 +67,30 @@ def _say(unfit: str, product: torch.dtype) -> None:
 # ---- products in eight bits ----
 
 
-def fp8_grouped_forward(x: FP8Operand, weight: Tensor, ends: Tensor, product: torch.dtype, noted: bool) -> Tensor:
-    """Return the product of x's codes. `noted`: a backward follows, and may come to need the weight's other codes."""
-    state = fp8_weight(weight, GROUPED_RECIPE)
-    state.update(weight)
-    rows = state.rows(weight, lasting=not noted)
-    return scaled_grouped_product(*x, *rows, ends, product)
+def fp8_grouped_forward(x: FP8Operand, weight: Tensor, ends: Tensor, product: torch.dtype) -> Tensor:
+    """Return the product of x's codes."""
+    return scaled_grouped_product(*x, *cast_rows(weight.detach(), E4M3), ends, product)
 
 
-def _forward(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, noted: bool) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype) -> Tensor:
     check_fp8(x, weight)
-    return fp8_grouped_forward(FP8Operand(*cast_rows(x, E4M3)), weight, ends, product, noted)
+    return fp8_grouped_forward(FP8Operand(*cast_rows(x, E4M3)), weight, ends, product)
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     check_fp8(dy, weight)
-    state = fp8_weight(weight, GROUPED_RECIPE)
-    state.update(weight)  # for a weight that a compiled graph makes, and may make again in backward
-    state.backwards += 1
-    return scaled_grouped_product(*cast_rows(dy, E4M3), *state.turned(weight), ends, dy.dtype)
+    return scaled_grouped_product(*cast_rows(dy, E4M3), *cast_columns(weight.detach()), ends, dy.dtype)
 
 
 _forward_op = Registered(
-    "fp8_grouped_linear(Tensor x, Tensor weight, Tensor ends, ScalarType product, bool noted) -> Tensor",
+    "fp8_grouped_linear(Tensor x, Tensor weight, Tensor ends, ScalarType product) -> Tensor",
     _forward,
-    lambda x, weight, ends, product, noted: x.new_empty((x.shape[0], weight.shape[1]), dtype=product),
-    tags=LOOKS_AT_A_STATE,
+    lambda x, weight, ends, product: x.new_empty((x.shape[0], weight.shape[1]), dtype=product),
 )
 fp8_input_gradient_op = Registered(
     "fp8_grouped_input_gradient(Tensor dy, Tensor weight, Tensor ends) -> Tensor",
     _input_gradient,
     lambda dy, weight, ends: dy.new_empty((dy.shape[0], weight.shape[2])),
-    tags=LOOKS_AT_A_STATE,
 )
 
 
@@ -143,7 +134,7 @@ class _GroupedProduct(torch.autograd.Function):
         x = x if in_fp8 else cast(x, product)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None, ends)
         if in_fp8:
-            return _forward_op(x, weight, ends, product, True)  # type: ignore[no-any-return]
+            return _forward_op(x, weight, ends, product)  # type: ignore[no-any-return]
         return grouped_product(x, cast(weight, product), ends)
 
     @staticmethod
@@ -154,10 +145,8 @@ class _GroupedProduct(torch.autograd.Function):
         x_request, weight_request = grad_requests(ctx, True, True)
         dx = dweight = None
         if x_request is not GradRequest.SKIP:
-            if ctx.in_fp8:
-                dx = fp8_input_gradient_op(dy, ctx.weight, ends)  # which has the state, as a saved tensor may not
-            else:
-                dx = grouped_product(dy, cast(weight, dy.dtype).mT, ends)
+            in_fp8 = ctx.in_fp8
+            dx = fp8_input_gradient_op(dy, weight, ends) if in_fp8 else grouped_product(dy, cast(weight, dy.dtype).mT, ends)
             dx = cast(dx, ctx.x_type)
         if weight_request is not GradRequest.SKIP:
             dweight = grouped_weight_gradient(dy, cast(x, dy.dtype), ends, ctx.weight, ctx.main_grad, weight_request)
@@ -170,6 +159,6 @@ _apply = fast_apply(_GroupedProduct)
 def grouped_linear_product(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, in_fp8: bool) -> Tensor:
     """Return x @ weight[e].T for each expert's rows, in the type `product`."""
     if in_fp8 and not needs_grad(x, weight):
-        return _forward_op(x, weight, ends, product, False)  # type: ignore[no-any-return]
+        return _forward_op(x, weight, ends, product)  # type: ignore[no-any-return]
     y: Tensor = _apply(x, weight, ends, product, in_fp8)
     return y

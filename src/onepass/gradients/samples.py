@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.gradients import adamw_kernels
 from onepass.gradients.adamw_formula import AdamWSlice
-from onepass.gradients.fp8_scales import FP8Scales
+from onepass.gradients.fp8_scales import ROLES, FP8Scales
 from onepass.gradients.written_weights import follow_by_kernel
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.samples import CoveringCall, meta
@@ -59,7 +59,10 @@ def _follow(dtype: torch.dtype) -> Tensor:
 
 def _fp8_scales_call(recipe: FP8Recipe) -> CoveringCall:
     def run() -> Tensor:
-        FP8Scales(recipe, torch.device("meta")).refresh()
+        scales = FP8Scales(recipe, torch.device("meta"))
+        scales.refresh()
+        for role in ROLES:
+            scales.measure(role, lambda target: None)
         return meta(1, dtype=torch.float32)
 
     return CoveringCall(f"fp8 scales {recipe.format} {recipe.amax_compute_algo}", torch.float32, run, 89)

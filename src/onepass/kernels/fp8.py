@@ -88,6 +88,19 @@ def saturated_count(x, scale, E5M2: tl.constexpr):
 
 
 @device_function
+def underflow_count(x, scale, E5M2: tl.constexpr):
+    """Return how many numbers of a block round to zero once scaled and are none, along the last axis."""
+    zero_to = (2.0**-17 if E5M2 else 2.0**-10) / scale  # of the program: scaled numbers would be held until they are codes
+    return tl.sum(((tl.abs(x) <= zero_to) & (x != 0.0)).to(tl.int32), len(x.shape) - 1)
+
+
+@device_function
+def is_low(largest, scale, E5M2: tl.constexpr):
+    """Return whether what rounds to zero can matter to a tile or row of this largest magnitude, as runtime/fp8.py has it."""
+    return (largest > 0.0) & (largest * scale < (2.0**-5 if E5M2 else 4.0))
+
+
+@device_function
 def past_largest(sizes, E5M2: tl.constexpr):
     """Return which scaled magnitudes are past the type's largest number."""
     return sizes > (57344.0 if E5M2 else 448.0)

@@ -59,7 +59,7 @@ def _rows_kernel(
 
 @kernel
 def _tiles_kernel(
-    x_ptr, codes_ptr, turned_ptr, scale_ptr, amax_ptr, saturated_ptr, M, X_ROW, H,
+    x_ptr, codes_ptr, turned_ptr, scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr, M, X_ROW, H,
     ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
     QUAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _tiles_kernel(
     if amax_ptr is not None:
         largest = largest_of(sizes)
         rare = is_rare(largest, scale, E5M2)
-        note_tiles(amax_ptr, saturated_ptr, largest, rare, tiles, PARTS, scale, E5M2, SLOTS)
+        note_tiles(amax_ptr, saturated_ptr, underflowed_ptr, largest, rare, tiles, PARTS, scale, E5M2, SLOTS)
     packed = tl.zeros([BLOCK_M // PARTS, BLOCK_H], tl.uint32)
     for i in tl.static_range(PARTS):
         codes = tile_codes(tiles[i], scale, rare, E5M2)
@@ -210,5 +210,5 @@ def cast_tensor(x: Tensor, target: FP8Target, *, codes: bool = True, turned: boo
         given = None if plain is None else plain.view(torch.uint8), None if across is None else across.view(torch.int32)
         block_m, block_h, launch = _tiles_plan(H, x_row, target.dtype is E5M2, turned)
         grid = grid_of(ceil_div(H, block_h), ceil_div(M, block_m))
-        launch(grid, x, *given, target.scale, target.amax, target.saturated, M)
+        launch(grid, x, *given, *target[1:], M)
     return plain, across

@@ -39,7 +39,9 @@ def _check_target(target: FP8Target, x: Tensor) -> None:
         raise ValueError("out.amax and out.saturated must be given together, but one is None")
     if target.amax is not None and target.scale is None:
         raise ValueError("out.scale must be given with out.amax: rows that have their own scales are not noted")
-    shapes = {"scale": (1, torch.float32), "amax": (SLOTS, torch.int32), "saturated": (SLOTS, torch.int32)}
+    if target.underflowed is not None and target.amax is None:
+        raise ValueError("out.underflowed must be given with out.amax")
+    shapes = {"scale": (1, torch.float32), **dict.fromkeys(("amax", "saturated", "underflowed"), (SLOTS, torch.int32))}
     for name, (count, dtype) in shapes.items():
         value = getattr(target, name)
         if value is None:

@@ -7,7 +7,15 @@ four times as many accesses there.
 
 from __future__ import annotations
 
-from onepass.kernels.fp8 import finite_sizes, operand_codes, past_largest, rounded_codes, saturated_count
+from onepass.kernels.fp8 import (
+    finite_sizes,
+    is_low,
+    operand_codes,
+    past_largest,
+    rounded_codes,
+    saturated_count,
+    underflow_count,
+)
 from onepass.kernels.language import PTX, device_function, tl
 
 SLOTS = 64  # of the largest magnitudes and of counts: programs don't queue for one address
@@ -47,9 +55,11 @@ def tile_codes(x, scale, rare, E5M2: tl.constexpr):
 
 @device_function
 def note_tiles(
-    amax_ptr, saturated_ptr, largest, rare, tiles, COUNT: tl.constexpr, scale, E5M2: tl.constexpr, SLOTS: tl.constexpr
+    amax_ptr, saturated_ptr, underflowed_ptr, largest, rare, tiles, COUNT: tl.constexpr, scale, E5M2: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Raise a slot to the largest finite magnitude of COUNT tiles, and count their finite numbers that saturate."""
+    """Raise a slot to the largest finite magnitude of COUNT tiles. Count their finite numbers that saturate, and those that round
+    to zero in small tiles."""
     slot = (tl.program_id(0) + tl.program_id(1) * 7) % SLOTS
     if rare:
         largest = 0.0
@@ -58,15 +68,22 @@ def note_tiles(
             largest = tl.maximum(largest, largest_of(finite_sizes(tiles[i])))
             past += tl.sum(saturated_count(tiles[i], scale, E5M2), 0)
         tl.atomic_add(saturated_ptr + slot, past, sem="relaxed")
+    if underflowed_ptr is not None:  # noqa: SIM102 - known when it is compiled
+        if is_low(largest, scale, E5M2):
+            lost = 0
+            for i in tl.static_range(COUNT):
+                lost += tl.sum(underflow_count(tiles[i], scale, E5M2), 0)
+            tl.atomic_add(underflowed_ptr + slot, lost, sem="relaxed")
     # of numbers that aren't negative, bits are in their order; a fence would wait for the tile's stores
     tl.atomic_max(amax_ptr + slot, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @device_function
-def note_amax(amax_ptr, saturated_ptr, x, scale, E5M2: tl.constexpr, SLOTS: tl.constexpr):
+def note_amax(amax_ptr, saturated_ptr, underflowed_ptr, x, scale, E5M2: tl.constexpr, SLOTS: tl.constexpr):
     """Note a tile whose codes were made otherwise."""
     largest = largest_of(tl.abs(x))
-    note_tiles(amax_ptr, saturated_ptr, largest, is_rare(largest, scale, E5M2), (x,), 1, scale, E5M2, SLOTS)
+    rare = is_rare(largest, scale, E5M2)
+    note_tiles(amax_ptr, saturated_ptr, underflowed_ptr, largest, rare, (x,), 1, scale, E5M2, SLOTS)
 
 
 # ---- the transpose ----

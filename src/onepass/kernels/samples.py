@@ -23,10 +23,10 @@ def covering_calls() -> Iterator[CoveringCall]:
 def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
     def run() -> Tensor:
         x, scale = meta(8192, width, dtype=dtype), torch.empty((), device="meta")
-        noted = torch.empty(2, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
+        noted = torch.empty(3, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
         fp8_cast.cast_rows(x.detach(), to)
         fp8_cast.cast_columns(x.detach().view(2, 4096, width))
-        fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, noted[0], noted[1]), turned=True)
+        fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted), turned=True)
         codes, _ = fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale))
         assert codes is not None
         fp8_turn.turn_codes(codes)

@@ -8,7 +8,7 @@ from onepass.nn.linear_divergence import LinearDivergence
 from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, RMSNorm
 from onepass.nn.norm_linear import NormLinear
-from onepass.nn.precision import fp8_saturations, fp8_state_dict, load_fp8_state_dict, set_precision
+from onepass.nn.precision import fp8_saturations, fp8_state_dict, fp8_underflows, load_fp8_state_dict, set_precision
 from onepass.nn.sharding import sharded_state_dict
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "fp8_saturations",
     "fp8_state_dict",
+    "fp8_underflows",
     "load_fp8_state_dict",
     "set_precision",
     "sharded_state_dict",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_scales import ROLES, counts_of
+from onepass.gradients.fp8_scales import KINDS, ROLES, counts_of
 from onepass.gradients.fp8_updates import is_divided
 from onepass.gradients.fp8_weight import FP8Weight
 from onepass.gradients.grouped import GROUPED_RECIPE
@@ -52,6 +52,11 @@ class FP8Layer(NamedTuple):
         weight: Tensor = getattr(self.layer, self.parameter)
         return weight
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the weight carries scales. Those of experts last no longer than a call."""
+        return not isinstance(self.layer, GroupedLayer)
+
 
 def fp8_layers(module: nn.Module) -> Iterator[FP8Layer]:
     """Yield a module's onepass linear layers whose `precision` and sizes let their products run in eight bits."""
@@ -84,7 +89,7 @@ def fp8_state_dict(module: nn.Module) -> dict[str, dict[str, Any]]:
     in use, not copies. A weight has no state before its first forward. Ranks that share a weight have states of their own.
     """
     for each in fp8_layers(module):
-        if _state_of(each.weight) is None:
+        if each.has_state and _state_of(each.weight) is None:
             _check_whole(each.name, each.weight)
     return {
         name: state.state_dict(parameter)
@@ -135,12 +140,25 @@ def _state_of(parameter: Tensor) -> FP8Weight | None:
 
 
 def fp8_saturations(module: nn.Module) -> dict[str, dict[str, int]]:
-    """Return how many numbers saturated so far, by the weight's name: of the layer's input, the weight, the output's gradient.
+    """Return how many numbers were past the largest so far, by the weight's name: of the layer's input and the output's gradient.
 
-    It reads all layers' counts at once, and waits for the device once.
+    Scales of steps before are too large for them. A weight's scale is its own in each call, so that none of it saturates. Calls
+    without gradients count too. It reads all layers' counts at once, and waits for the device once.
     """
+    return _counts(module, "saturated")
+
+
+def fp8_underflows(module: nn.Module) -> dict[str, dict[str, int]]:
+    """Return how many numbers rounded to zero so far, as `fp8_saturations` does. Scales of steps before are too small for them.
+
+    Counted is what can matter: rows or tiles of which no number is 4096 times what rounds to zero.
+    """
+    return _counts(module, "underflowed")
+
+
+def _counts(module: nn.Module, kind: str) -> dict[str, dict[str, int]]:
     states = {name: state for name, parameter in module.named_parameters() if (state := _state_of(parameter)) is not None}
     if not states:
         return {}
-    counts = counts_of([state.scales for state in states.values()]).tolist()
+    counts = counts_of([state.scales for state in states.values()])[:, KINDS.index(kind)].tolist()
     return {name: dict(zip(ROLES, count, strict=True)) for name, count in zip(states, counts, strict=True)}

@@ -21,6 +21,8 @@ MULTIPLE = 16  # of elements: rows of operands, and the dimension that is summed
 _CAPABILITY = 8, 9  # Ada; Hopper is 9.0
 _LARGEST = {E4M3: 448.0, E5M2: 57344.0}  # 1.75 times a power of two, both
 _EXPONENT = {E4M3: 8, E5M2: 15}  # of that power
+_ZERO_TO = {E4M3: 2.0**-10, E5M2: 2.0**-17}  # half the smallest number, which rounds to even
+_MATTERS = 4096  # times that, in a row: a row with such a number loses little by what is rounded to zero
 
 
 class FP8Target(NamedTuple):
@@ -31,12 +33,15 @@ class FP8Target(NamedTuple):
         scale: fp32, of one element; None gives each row a scale of its own.
         amax: int32 [64], the bits of fp32 numbers. One or more are raised to the largest finite magnitude written.
         saturated: int32, as many, to which the counts of finite numbers that saturate are added. Given with amax.
+        underflowed: int32, as many, to which the counts of numbers that round to zero are added, where that can matter: of tiles
+            or rows whose largest magnitude is less than 4096 times what rounds to zero. Given with amax, or not.
     """
 
     dtype: torch.dtype = E4M3
     scale: Tensor | None = None
     amax: Tensor | None = None
     saturated: Tensor | None = None
+    underflowed: Tensor | None = None
 
 
 class FP8Tensor(NamedTuple):
@@ -124,6 +129,14 @@ def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return ((wide > _LARGEST[dtype]) & x.isfinite()).sum(dtype=torch.int32)
 
 
+def underflowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how many numbers of x round to zero at this scale and are none, in rows that such a loss matters to."""
+    sizes = x.detach().float().abs().reshape(-1, x.shape[-1])
+    scaled = sizes * scale
+    matters = scaled.amax(-1, keepdim=True) < _MATTERS * _ZERO_TO[dtype]
+    return ((scaled <= _ZERO_TO[dtype]) & (sizes > 0) & matters).sum(dtype=torch.int32)
+
+
 def dequantise(codes: Tensor, inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return codes times the inverse of their scale."""
     return (codes.float() * inverse).to(dtype)
@@ -143,6 +156,8 @@ def quantise_tensor(x: Tensor, target: FP8Target) -> Tensor:
         noted = target.amax[:1].view(torch.float32)
         torch.maximum(noted, finite_amax(x), out=noted)
         target.saturated[:1] += saturated(x, target.scale, target.dtype)
+        if target.underflowed is not None:
+            target.underflowed[:1] += underflowed(x, target.scale, target.dtype)
     return quantise(x, target.scale, target.dtype)
 
 

@@ -49,7 +49,7 @@ from onepass.ops.norm.fp8 import norm_codes, norm_codes_turned
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.ragged import kernels as ragged_kernels
 from onepass.parallel import MainGrads
-from onepass.runtime.fp8 import FP8Target
+from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing.aot import package_modules
 from onepass.testing.contract import subjects
@@ -233,21 +233,23 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
 
 def _fp8_casts(*xs: Tensor) -> None:
     for x in xs:
-        noted = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
+        noted = torch.zeros(3, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
         fp8_cast.cast_rows(x)
-        target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
+        target = FP8Target(E4M3, torch.ones((), device=x.device), *noted)
         codes, _ = fp8_cast.cast_tensor(x, target, turned=True)
         assert codes is not None
         turn_codes(codes)
-        FP8Scales(FP8Recipe(), x.device).refresh()
+        scales = FP8Scales(FP8Recipe(), x.device)
+        scales.measure("input", partial(fp8_cast.cast_tensor, x, codes=False))
+        scales.refresh()
     fp8_cast.cast_columns(xs[0][:32].expand(2, -1, -1).contiguous())
 
 
 def _activation_codes(activation: str, x: Tensor) -> None:
     options = ActivationOptions(activation, None, None)
     bias, weight = torch.ones_like(x[0]), torch.ones(len(x), device=x.device)
-    noted = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
-    target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
+    noted = torch.zeros(3, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
+    target = FP8Target(E4M3, torch.ones((), device=x.device), *noted)
     for to in (FP8Target(), target):
         y, _ = activation_fp8.activation_codes(x, bias, weight, options, to, use_triton=True)
     activation_fp8.activation_backward_codes(
@@ -259,8 +261,8 @@ def _activation_codes(activation: str, x: Tensor) -> None:
 def _fp8_norms(x: Tensor) -> None:
     for layer in (False, True):
         options, vectors = NormOptions(layer, 1e-6, False), (x[0].contiguous(), x[1].contiguous() if layer else None)
-        noted = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
-        target = FP8Target(scale=torch.ones((), device=x.device), amax=noted[0], saturated=noted[1])
+        noted = torch.zeros(3, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
+        target = FP8Target(E4M3, torch.ones((), device=x.device), *noted)
         norm_codes(x, None, *vectors, options, FP8Target(), False)
         _, _, h, stats = norm_codes(x, x, *vectors, options, target, True)
         assert h is not None

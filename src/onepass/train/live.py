@@ -71,6 +71,8 @@ class Live:
             parts.append(f"{line.memory_gib:.1f} GiB")
         if line.saturated is not None:
             parts.append(f"{line.saturated:,} saturated")
+        if line.underflowed:
+            parts.append(f"{line.underflowed:,} underflowed")
         return "  ".join(parts)
 
     def _move(self, what: str, done: int, total: int, said: str) -> None:

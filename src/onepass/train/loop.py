@@ -213,7 +213,7 @@ class TrainRun:
 
     def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float, counts: Counts | None) -> Line:
         value, size = float(self.layout.average(loss)), float(norm)  # waits for the GPU
-        saturated, heavy = self._saturation.read(counts, step + 1 - self._counted)
+        lost, heavy = self._saturation.read(counts, step + 1 - self._counted)
         self._counted = step + 1
         if said := self._saturation.words(heavy):
             self.live.say(f"step {step + 1}/{self.options.train_iters}  {said}")
@@ -221,7 +221,8 @@ class TrainRun:
         tokens = (step + 1 - self._since) * self.size * self.options.seq_length
         device = self.layout.device
         memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        return Line(step, value, lr, size, tokens / max(now - self._last, 1e-9), now - self._began, memory, saturated=saturated)
+        line = Line(step, value, lr, size, tokens / max(now - self._last, 1e-9), now - self._began, memory)
+        return line if lost is None else replace(line, **lost)
 
     def _log(self, line: Line) -> None:
         if self.record is not None:

@@ -1,7 +1,8 @@
-"""Eight bits in a run: what it says of them at the start, and how many numbers saturate."""
+"""Eight bits in a run: what it says of them at the start, and how many numbers saturate or round to zero."""
 
 from __future__ import annotations
 
+from operator import sub
 from typing import NamedTuple
 
 import torch
@@ -9,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gpt import Config
-from onepass.gradients.fp8_scales import ROLES, counts_of
+from onepass.gradients.fp8_scales import KINDS, ROLES, counts_of
 from onepass.gradients.fp8_weight import FP8Weight
 from onepass.kernels.grouped_product import unfit_for_scaled_groups
 from onepass.nn.precision import fp8_layers
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.train.layout import ParallelLayout
 
-_HEAVY = 0.01  # share of a tensor's numbers that saturate, from which on the log warns
+_HEAVY = 0.01  # share of a tensor's numbers that saturate or round to zero, from which on the log warns
+_DO = {"saturated": "saturates", "underflowed": "rounds to zero"}
 _ROLES = {"input": "input", "weight": "weight", "gradient": "output's gradient"}
 
 # ---- the summary ----
@@ -64,7 +66,7 @@ def _unfit_experts(config: Config, device: torch.device) -> str | None:
 
 
 def has_delayed_scales(config: Config) -> bool:
-    """Whether a run's products have scales of the steps before, which alone can saturate."""
+    """Whether a run's products have scales of the steps before, which alone can be far from a tensor's own."""
     return config.fp8_format is not None and config.fp8_recipe == "delayed"
 
 
@@ -72,22 +74,23 @@ def has_delayed_scales(config: Config) -> bool:
 
 
 class Counts(NamedTuple):
-    """How many numbers of each tensor have saturated until a step: [layers, roles] on the device."""
+    """How many numbers of each tensor have saturated and rounded to zero until a step: [layers, kinds, roles] on the device."""
 
     names: list[str]
     counts: Tensor
 
 
 class Heavy(NamedTuple):
-    """A tensor of which many numbers saturate."""
+    """A tensor of which many numbers are lost."""
 
     share: float
     layer: str
     role: str
+    kind: str
 
 
 class Saturation:
-    """Counts what saturates between two lines of the log, in products with delayed scales. A recomputed forward counts twice.
+    """Counts what is lost between two lines of the log, in products with delayed scales. A recomputed forward counts twice.
 
     Args:
         tokens: of a step, on all ranks.
@@ -97,7 +100,7 @@ class Saturation:
         self.layout, self._of_stages = layout, layout.pipeline.group if has_delayed_scales(config) else None
         self._weights = {each.name: each.weight for each in fp8_layers(model) if each.recipe.scaling == "delayed"}
         self._numbers = {name: self._numbers_of(weight, tokens) for name, weight in self._weights.items()}
-        self._before: dict[str, list[int]] = {}
+        self._before: dict[str, list[list[int]]] = {}
         self._heavy = False
 
     def _numbers_of(self, weight: Tensor, tokens: int) -> tuple[int, int, int]:
@@ -116,33 +119,35 @@ class Saturation:
         found = self.counts()
         self._before = {} if found is None else dict(zip(found.names, found.counts.tolist(), strict=True))
 
-    def read(self, counts: Counts | None, steps: int) -> tuple[int | None, list[Heavy]]:
-        """Return how many numbers have saturated in the steps since the last read, and heavy tensors, the worst first.
+    def read(self, counts: Counts | None, steps: int) -> tuple[dict[str, int] | None, list[Heavy]]:
+        """Return how many numbers of each kind were lost in the steps since the last read, and heavy tensors, the worst first.
 
         It waits for the device once. All ranks call it; those of a pipeline exchange what they have.
         """
-        total, heavy = 0, list[Heavy]()
+        lost, heavy = dict.fromkeys(KINDS, 0), list[Heavy]()
         now = {} if counts is None else dict(zip(counts.names, counts.counts.tolist(), strict=True))
         for name, found in now.items():
-            for role, count, before, numbers in zip(
-                ROLES, found, self._before.get(name, (0, 0, 0)), self._numbers[name], strict=True
-            ):
-                total += count - before
-                if count - before > _HEAVY * numbers * steps:
-                    heavy.append(Heavy((count - before) / (numbers * steps), name.removesuffix(".weight"), _ROLES[role]))
+            before = self._before.get(name, [[0] * len(ROLES)] * len(KINDS))
+            for kind, after, earlier in zip(KINDS, found, before, strict=True):
+                for role, most, count in zip(ROLES, self._numbers[name], map(sub, after, earlier), strict=True):
+                    lost[kind] += count
+                    if count > _HEAVY * most * steps:
+                        heavy.append(Heavy(count / (most * steps), name.removesuffix(".weight"), _ROLES[role], kind))
         self._before.update(now)
-        stages = [(bool(self._weights), total, heavy)]
+        stages = [(bool(self._weights), lost, heavy)]
         if self._of_stages is not None:
             stages *= self.layout.pipeline.size
             dist.all_gather_object(stages, stages[0], group=self._of_stages)
         worst = sorted((each for _, _, of_stage in stages for each in of_stage), reverse=True)
-        return (sum(each[1] for each in stages) if any(each[0] for each in stages) else None), worst
+        if not any(has_weights for has_weights, _, _ in stages):
+            return None, worst
+        return {kind: sum(of_stage[kind] for _, of_stage, _ in stages) for kind in KINDS}, worst
 
     def words(self, heavy: list[Heavy]) -> str | None:
-        """Return a warning where tensors saturate heavily, a line where they no longer do, or None."""
+        """Return a warning where tensors lose many numbers, a line where they no longer do, or None."""
         before, self._heavy = self._heavy, bool(heavy)
         if not heavy:
-            return "no tensor of the eight-bit products saturates heavily any more" if before else None
-        share, layer, role = heavy[0]
+            return "no tensor of the eight-bit products loses many numbers any more" if before else None
+        share, layer, role, kind = heavy[0]
         others = f", and {len(heavy) - 1} more" if len(heavy) > 1 else ""
-        return f"warning: {share:.1%} of the {role} of {layer} saturates in eight bits{others}"
+        return f"warning: {share:.1%} of the {role} of {layer} {_DO[kind]} in eight bits{others}"

@@ -39,11 +39,12 @@ class Line:
     memory_gib: float | None = None
     eval_loss: float | None = None
     saturated: int | None = None  # numbers of eight-bit products with delayed scales, since the line before
+    underflowed: int | None = None
 
 
 _NAMES = [field.name for field in fields(Line)]
 _OPTIONAL = [field.name for field in fields(Line) if field.default is None]
-_SOMETIMES = "saturated"  # a column of runs in eight bits
+_SOMETIMES = "saturated", "underflowed"  # columns of runs in eight bits
 
 
 class Record:
@@ -53,7 +54,7 @@ class Record:
         folder: the run's folder.
         before: what an earlier run logged. Its lines of step `first` or later ones are removed.
         first: the step at which the run begins.
-        saturations: whether there is a column for them. There is one, too, where an earlier run had it.
+        saturations: whether there are columns of eight bits. They are there, too, where an earlier run had them.
     """
 
     def __init__(self, folder: Path, before: Sequence[Line] = (), first: int = 0, saturations: bool = False) -> None:
@@ -63,7 +64,7 @@ class Record:
         self.lines = [line for line in before if line.step < first]
         self._kept = len(self.lines)
         saturations = saturations or any(line.saturated is not None for line in self.lines)
-        self._names = [name for name in _NAMES if saturations or name != _SOMETIMES]
+        self._names = [name for name in _NAMES if saturations or name not in _SOMETIMES]
         path = folder / "log.csv"
         with self._named_in_errors():
             write_atomically(path, _csv(self._names, *map(self._values, self.lines)))
@@ -112,7 +113,7 @@ def read_log(path: Path) -> list[Line]:
     whole = [line for line in lines if line.endswith("\n")]
     rows = csv.DictReader(whole)
     found = []
-    names = [name for name in _NAMES if name != _SOMETIMES or name in (rows.fieldnames or ())]
+    names = [name for name in _NAMES if name not in _SOMETIMES or name in (rows.fieldnames or ())]
     try:
         for row in rows:
             found.append(_line(row, names))
@@ -126,7 +127,7 @@ def read_log(path: Path) -> list[Line]:
 
 def _line(row: dict[str, str], names: Sequence[str]) -> Line:
     values: dict[str, Any] = {name: None if row[name] == "" and name in _OPTIONAL else float(row[name]) for name in names}
-    whole = {name: int(row[name]) for name in ("step", _SOMETIMES) if row.get(name)}
+    whole = {name: int(row[name]) for name in ("step", *_SOMETIMES) if row.get(name)}
     return Line(**values | whole)
 
 

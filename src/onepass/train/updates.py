@@ -195,7 +195,8 @@ class FsdpUpdate(Update):
         blocks: Any = model.layers, model.mtp
         for block in chain(*(each.values() for each in blocks)):
             fully_shard(block, mesh=mesh, mp_policy=policy)
-            block.register_forward_pre_hook(partial(_carry_fp8, [(each, each.weight) for each in fp8_layers(block)]))
+            stateful = [(each, each.weight) for each in fp8_layers(block) if each.has_state]
+            block.register_forward_pre_hook(partial(_carry_fp8, stateful))
         fully_shard(model, mesh=mesh, mp_policy=policy)
         super().__init__(model, options, layout)
         self.main_grads = FSDPMainGrads(model)

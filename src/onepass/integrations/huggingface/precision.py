@@ -93,17 +93,15 @@ def _set(module: nn.Module, patches: Patches, recipe: FP8Recipe) -> None:
 
 
 def _start_anew(module: nn.Module, *_: Any) -> None:
-    """Drop the weight's codes and scales: it was loaded, or runs in its own type from now on."""
+    """Drop the weight's scales: it was loaded, or runs in its own type from now on."""
     drop_fp8_state(module, {"weight": None}, "")
 
 
 def _set_experts(name: str, match: ExpertsMatch, patches: Patches, recipe: FP8Recipe) -> str:
     """Let experts' products run in eight bits. Return what the report says."""
-    first, *rest = match.weights
+    first, *_ = match.weights
     _check(name, first)
     patches.set(match.module, "precision", recipe)
-    for weight in (first, *rest):
-        patches.on_undo(partial(vars(weight).pop, "fp8", None))
     by_autocast = first.is_cuda and first.dtype is torch.float32
     return f"fp8, scales by row{', under autocast to bf16' if by_autocast else ''}"
 

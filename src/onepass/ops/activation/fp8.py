@@ -129,10 +129,10 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 def _output(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, underflowed: Tensor | None,
     options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    target = FP8Target(dtype, scale, amax, saturated)
+    target = FP8Target(dtype, scale, amax, saturated, underflowed)
     codes, inverse = activation_codes(x, bias, token_weight, options, target, use_triton=use_triton)
     if scale is not None:
         return codes, 1 / scale
@@ -142,7 +142,7 @@ def _output(
 
 def _output_fake(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, underflowed: Tensor | None,
     options: ActivationOptions, dtype: torch.dtype, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     lead, width = x.shape[:-1], x.shape[-1] // activation_of(options.activation).parts
@@ -152,7 +152,8 @@ def _output_fake(
 
 _output_op = Registered(
     "bias_activation_codes(Tensor x, Tensor? bias, Tensor? token_weight, Tensor? scale, Tensor(a!)? amax, "
-    "Tensor(b!)? saturated, ActivationOptions options, ScalarType dtype, bool use_triton) -> (Tensor, Tensor)",
+    "Tensor(b!)? saturated, Tensor(c!)? underflowed, ActivationOptions options, ScalarType dtype, bool use_triton) -> "
+    "(Tensor, Tensor)",
     _output,
     _output_fake,
     ActivationOptions,
@@ -163,5 +164,4 @@ def activation_output(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, target: FP8Target, use_triton: bool
 ) -> FP8Tensor:
     """Return y as codes."""
-    noted = target.scale, target.amax, target.saturated
-    return FP8Tensor(*_output_op(x, bias, token_weight, *noted, options, target.dtype, use_triton))
+    return FP8Tensor(*_output_op(x, bias, token_weight, *target[1:], options, target.dtype, use_triton))

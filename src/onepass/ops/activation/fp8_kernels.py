@@ -102,7 +102,8 @@ def _rows_kernel(
 
 @kernel
 def _tiles_kernel(
-    x_ptr, bias_ptr, weight_ptr, codes_ptr, scale_ptr, amax_ptr, saturated_ptr, M, H, X_ROW, clamp, offset,
+    x_ptr, bias_ptr, weight_ptr, codes_ptr, scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr,
+    M, H, X_ROW, clamp, offset,
     ACT: tl.constexpr, GATED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +120,7 @@ def _tiles_kernel(
         largest = largest_of(tl.abs(y))
         rare = is_rare(largest, scale, E5M2)
         codes = tile_codes(y, scale, rare, E5M2)
-        note_tiles(amax_ptr, saturated_ptr, largest, rare, (y,), 1, scale, E5M2, SLOTS)
+        note_tiles(amax_ptr, saturated_ptr, underflowed_ptr, largest, rare, (y,), 1, scale, E5M2, SLOTS)
     else:
         codes = operand_codes(y, scale, E5M2)
     tl.store(codes_ptr + rows[:, None] * H + columns[None, :], codes, mask=inside)
@@ -133,7 +134,7 @@ def _backward_codes_kernel(
     codes_ptr, turned_ptr, y_turned_ptr,
     # column sums of each block of rows [blocks, PARTS * H], row sums of each tile of columns [tiles, M]
     partial_ptr, row_sums_ptr,
-    dx_scale_ptr, amax_ptr, saturated_ptr, y_scale_ptr, M, H, DY_ROW, X_ROW, clamp, offset,
+    dx_scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr, y_scale_ptr, M, H, DY_ROW, X_ROW, clamp, offset,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, ALIGN: tl.constexpr,
     DX_E5M2: tl.constexpr, Y_E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr, QUAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -226,7 +227,7 @@ def _backward_codes_kernel(
         largest = largest_of(sizes)
         rare = is_rare(largest, scale, DX_E5M2)
         if amax_ptr is not None:
-            note_tiles(amax_ptr, saturated_ptr, largest, rare, tiles, QUAD * PARTS, scale, DX_E5M2, SLOTS)
+            note_tiles(amax_ptr, saturated_ptr, underflowed_ptr, largest, rare, tiles, QUAD * PARTS, scale, DX_E5M2, SLOTS)
         for part in tl.static_range(PARTS):
             packed = tl.zeros([BLOCK_M // QUAD, BLOCK_H], tl.uint32)
             for i in tl.static_range(QUAD):
@@ -302,7 +303,7 @@ def forward_codes(
         return codes, inverse
     block_m, block_h, launch = _tiles_plan(*shape)
     grid = grid_of(ceil_div(H, block_h), ceil_div(M, block_m))
-    launch(grid, x, bias, weight, codes.view(torch.uint8), target.scale, target.amax, target.saturated, M)
+    launch(grid, x, bias, weight, codes.view(torch.uint8), *target[1:], M)
     return codes, None
 
 
@@ -327,7 +328,7 @@ def backward_codes(
     launch = _backward_plan(act, H, dy_row, x_row, options.clamp, options.linear_offset, to.dtype is E5M2, y_to.dtype is E5M2)
     across_given = (t if t is None else t.view(torch.int32) for t in (dx_turned, y_turned))
     given = dx if dx is None else dx.view(torch.uint8), *across_given
-    launch(grid_of(across, down), x, dy, bias, weight, *given, partial, row_sums, to.scale, to.amax, to.saturated, y_to.scale, M)
+    launch(grid_of(across, down), x, dy, bias, weight, *given, partial, row_sums, *to[1:], y_to.scale, M)
     dbias = column_sum(partial, torch.empty_like(bias)) if partial is not None and bias is not None else None
     dweight = column_sum(row_sums, torch.empty_like(weight)) if row_sums is not None and weight is not None else None
     return dx, dx_turned, y_turned, dbias, dweight

@@ -40,11 +40,11 @@ from onepass.runtime.fp8_recipe import Precision
 
 def _forward(
     x: Tensor, token_weight: Tensor | None, weight: Tensor, ends: Tensor, options: ActivationOptions, use_triton: bool,
-    product: torch.dtype, noted: bool,
+    product: torch.dtype,
 ) -> Tensor:  # fmt: skip
     codes, inverse = fp8.activation_codes(x, None, token_weight, options, FP8Target(E4M3), use_triton=use_triton)
     assert inverse is not None
-    return fp8_grouped_forward(FP8Operand(codes, inverse), weight, ends, product, noted)
+    return fp8_grouped_forward(FP8Operand(codes, inverse), weight, ends, product)
 
 
 class _ActivationGroupedLinear(torch.autograd.Function):
@@ -58,16 +58,16 @@ class _ActivationGroupedLinear(torch.autograd.Function):
         ctx.options, ctx.use_triton, ctx.product = options, use_triton, product
         ctx.stored = saved.saved_format(x, save, activation_of(options.activation).parts)
         ctx.save_for_backward(token_weight, weight, ends, *saved.pack(x, ctx.stored))
-        return _forward(x, token_weight, weight, ends, options, use_triton, product, True)
+        return _forward(x, token_weight, weight, ends, options, use_triton, product)
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        token_weight, _, ends, *kept = ctx.saved_tensors
+        token_weight, weight, ends, *kept = ctx.saved_tensors
         requests = grad_requests(ctx, True, token_weight is not None, True)
         need_dx, need_dtoken_weight, need_dweight = (each is not GradRequest.SKIP for each in requests)
         dy = dy.contiguous()  # PyTorch's product takes no expanded tensor
-        dactivated = fp8_input_gradient_op(dy, ctx.weight, ends) if need_dx or need_dtoken_weight else None
+        dactivated = fp8_input_gradient_op(dy, weight, ends) if need_dx or need_dtoken_weight else None
         needs, rebuild = (need_dx, False, need_dtoken_weight), ctx.product if need_dweight else None
         if dactivated is None and rebuild is None:
             return (None,) * 8
@@ -118,6 +118,6 @@ def activation_grouped_linear(
     token_weight = None if token_weight is None else token_weight.contiguous()
     use_triton = chosen == "triton"
     if not needs_grad(x, token_weight, weight):
-        return _forward(x, token_weight, weight, ends, options, use_triton, product, False)
+        return _forward(x, token_weight, weight, ends, options, use_triton, product)
     y: Tensor = _apply(x, token_weight, weight, ends, options, use_triton, product, save)
     return y

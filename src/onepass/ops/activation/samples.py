@@ -273,9 +273,9 @@ def _codes_call(activation: str, width: int, dtype: torch.dtype = torch.bfloat16
         x, dy = meta(rows, width * act.parts, dtype=dtype), meta(rows, width, dtype=dtype)
         bias = None if option == "bare" else meta(width * act.parts, dtype=dtype)
         weight = meta(rows, dtype=torch.float32) if everything else None
-        noted = torch.empty(2, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
+        noted = torch.empty(3, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
         for to in (E4M3, E5M2) if everything else (E4M3,):
-            target = FP8Target(to, torch.empty((), device="meta"), noted[0], noted[1])
+            target = FP8Target(to, torch.empty((), device="meta"), *noted)
             activation_codes(x, bias, weight, options, FP8Target(to), use_triton=True)
             activation_codes(x, bias, weight, options, target, use_triton=True)
             activation_backward_codes(

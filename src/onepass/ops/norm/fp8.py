@@ -95,7 +95,7 @@ def norm_codes(
         block_m, launch = _codes_plan(
             H, x_lies, r_row, options, x.dtype is torch.float32, residual is not None, by_row, target.dtype is E5M2
         )
-        noted = (None, None) if by_row else (target.amax, target.saturated)
+        noted = (None, None, None) if by_row else target[2:]
         results = codes.view(torch.uint8), inverse, h, stats
         launch((ceil_div(M, block_m), 1, 1), x, residual, weight, bias, *results, target.scale, *noted, M)
     return codes, inverse, h, stats
@@ -168,11 +168,11 @@ def _statistics_formula(h: Tensor, options: NormOptions) -> Tensor:
 
 def _output(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, underflowed: Tensor | None,
     options: NormOptions, dtype: torch.dtype, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     run = norm_codes if use_triton and x.numel() else norm_codes_formula
-    codes, inverse, h, _ = run(x, residual, weight, bias, options, FP8Target(dtype, scale, amax, saturated), False)
+    codes, inverse, h, _ = run(x, residual, weight, bias, options, FP8Target(dtype, scale, amax, saturated, underflowed), False)
     if scale is not None:
         inverse = 1 / scale
     assert inverse is not None
@@ -181,7 +181,7 @@ def _output(
 
 def _output_fake(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None,
+    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, underflowed: Tensor | None,
     options: NormOptions, dtype: torch.dtype, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if scale is None else torch.empty_like(scale)
@@ -190,7 +190,8 @@ def _output_fake(
 
 _output_op = Registered(
     "norm_codes(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? scale, Tensor(a!)? amax, "
-    "Tensor(b!)? saturated, NormOptions options, ScalarType dtype, bool use_triton) -> (Tensor, Tensor, Tensor?)",
+    "Tensor(b!)? saturated, Tensor(c!)? underflowed, NormOptions options, ScalarType dtype, bool use_triton) -> "
+    "(Tensor, Tensor, Tensor?)",
     _output,
     _output_fake,
     NormOptions,
@@ -202,8 +203,7 @@ def norm_output(
     options: NormOptions, target: FP8Target, use_triton: bool,
 ) -> FP8Tensor | tuple[FP8Tensor, Tensor]:  # fmt: skip
     """Return y as codes, with a residual (y, h)."""
-    noted = target.scale, target.amax, target.saturated
-    codes, inverse, h = _output_op(x, residual, weight, bias, *noted, options, target.dtype, use_triton)
+    codes, inverse, h = _output_op(x, residual, weight, bias, *target[1:], options, target.dtype, use_triton)
     y = FP8Tensor(codes, inverse)
     return y if h is None else (y, h)
 

@@ -6,7 +6,16 @@ held in registers where it fits, else read again from the caches.
 
 from __future__ import annotations
 
-from onepass.kernels.fp8 import finite_sizes, operand_codes, past_largest, power_of_two, saturated_count, scale_exponents
+from onepass.kernels.fp8 import (
+    finite_sizes,
+    is_low,
+    operand_codes,
+    past_largest,
+    power_of_two,
+    saturated_count,
+    scale_exponents,
+    underflow_count,
+)
 from onepass.kernels.fp8_tile import note_amax, packed_codes, store_turned
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import kernel
@@ -17,7 +26,7 @@ from onepass.ops.norm.forward import long_statistics, normed_piece, row_piece, s
 @kernel
 def short_codes_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, codes_ptr, inverse_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, saturated_ptr,
-    M, X_ROW, X_GAP, R_ROW, eps,
+    underflowed_ptr, M, X_ROW, X_GAP, R_ROW, eps,
     X_INNER: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     E5M2: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +44,7 @@ def short_codes_kernel(
         scale = tl.load(scale_ptr)
     tl.store(codes_ptr + at, operand_codes(y, scale, E5M2), mask=inside)
     if amax_ptr is not None:  # rows past the last are the bias
-        note_amax(amax_ptr, saturated_ptr, tl.where(inside, y, 0.0), scale, E5M2, SLOTS)
+        note_amax(amax_ptr, saturated_ptr, underflowed_ptr, tl.where(inside, y, 0.0), scale, E5M2, SLOTS)
 
 
 @device_function
@@ -62,7 +71,7 @@ def _store_piece(
 @kernel
 def long_codes_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, codes_ptr, inverse_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, saturated_ptr,
-    M, X_ROW, R_ROW, eps,
+    underflowed_ptr, M, X_ROW, R_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -109,14 +118,19 @@ def long_codes_kernel(
         largest = tl.max(sizes, 0)
         slot = tl.program_id(0) % SLOTS
         tl.atomic_max(amax_ptr + slot, largest.to(tl.int32, bitcast=True), sem="relaxed")
-        if past_largest(largest * scale, E5M2):  # rare: the row is gone through once more
+        past, low = past_largest(largest * scale, E5M2), False
+        if underflowed_ptr is not None:
+            low = is_low(largest, scale, E5M2)
+        if past | low:  # rare: the row is gone through once more
             for first in range(0, H, BLOCK_H):
                 columns = first + lanes
                 inside = inside_row(columns, H, H % BLOCK_H == 0)
                 x = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, "evict_first")
                 y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
-                count = saturated_count(tl.where(inside, y, 0.0), scale, E5M2)
-                tl.atomic_add(saturated_ptr + slot, count, sem="relaxed")
+                y = tl.where(inside, y, 0.0)
+                tl.atomic_add(saturated_ptr + slot, saturated_count(y, scale, E5M2), sem="relaxed")
+                if low:
+                    tl.atomic_add(underflowed_ptr + slot, underflow_count(y, scale, E5M2), sem="relaxed")
 
 
 @kernel

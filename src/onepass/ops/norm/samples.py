@@ -208,8 +208,8 @@ def _codes_call(
         bias = meta(width, dtype=dtype).detach() if norm == "layer_norm" else None
         added = meta(2048, width, dtype=dtype).detach() if residual else None
         options = NormOptions(norm == "layer_norm", 1e-6, False)
-        noted = torch.empty(2, SLOTS, dtype=torch.int32, device="meta")
-        target = FP8Target(to, torch.empty((), device="meta"), noted[0], noted[1])
+        noted = torch.empty(3, SLOTS, dtype=torch.int32, device="meta")
+        target = FP8Target(to, torch.empty((), device="meta"), *noted)
         fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to), True)
         stats = fp8.norm_codes(x.detach(), added, weight, bias, options, target, True)[-1]
         fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to, target.scale), False)

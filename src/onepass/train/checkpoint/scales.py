@@ -1,12 +1,13 @@
 """The state of products in eight bits, in a checkpoint: what delayed scales are and what the next ones come from.
 
-A weight's state is four tensors of three rows: the layer's input, the weight, and the gradient of its output.
+A weight's state is tensors of three rows: the layer's input, the weight, and the gradient of its output.
 
     fp8.scale.<name>        [3]
     fp8.amax.<name>         [3], of the step that no scale comes from yet
     fp8.history.<name>      [3, steps]
-    fp8.counts.<name>       [3, 5]: steps; numbers that saturated, modulo 2^24 and over that; whether it has a scale; whether the
-                            weight was updated since its codes were made
+    fp8.counts.<name>       [3, 5]: steps; numbers that saturated, modulo 2^24 and over that; whether a history sets the scale;
+                            whether the weight was updated since the last forward
+    fp8.underflows.<name>   [3, 2]: numbers that rounded to zero, in the same way. Older checkpoints have none
 
 Counts are below 2^24, so that fp32 holds them. All ranks of a stage have the same state (`Update.step`).
 """
@@ -25,7 +26,7 @@ from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.train.checkpoint.parts import Chunk
 
-_COUNTS = 5
+_COUNTS, _UNDERFLOWS = 5, 2
 _BASE = 1 << 24
 
 
@@ -59,6 +60,7 @@ class LoadedScales:
                 "amax": torch.empty(sizes),
                 "history": torch.empty(*sizes, each.recipe.amax_history_len),
                 "counts": torch.empty(*sizes, _COUNTS),
+                **({"underflows": torch.empty(*sizes, _UNDERFLOWS)} if f"fp8.underflows.{each.name}" in tensors else {}),
             }
             for each in _layers(model)
             if f"fp8.history.{each.name}" in tensors
@@ -67,10 +69,11 @@ class LoadedScales:
 
     def put(self) -> None:
         for each in fp8_layers(self._model):
-            weight: Any = each.weight
-            weight.fp8 = FP8Weight(weight, each.recipe)  # whose codes are of no weight yet
-            if each.name in self._found:
-                weight.fp8.load_state_dict(_as_state(self._found[each.name]))
+            if each.has_state:
+                weight: Any = each.weight
+                weight.fp8 = FP8Weight(weight, each.recipe)
+                if each.name in self._found:
+                    weight.fp8.load_state_dict(_as_state(self._found[each.name]))
 
 
 def _layers(model: nn.Module) -> Iterator[FP8Layer]:
@@ -84,13 +87,28 @@ def _chunks(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
 
 
 def _as_fp32(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    saturated, started = state["saturated"], state["started"].to(state["steps"].device)
-    updated = torch.full_like(saturated, state["updated"])
-    counts = torch.stack([state["steps"], saturated % _BASE, saturated // _BASE, started, updated], 1)
-    return {**{kind: state[kind] for kind in ("scale", "amax", "history")}, "counts": counts.float()}
+    updated = torch.full_like(state["saturated"], state["updated"])
+    counts = torch.stack([state["steps"], *_divided(state["saturated"]), state["started"], updated], 1)
+    underflows = torch.stack(_divided(state["underflowed"]), 1)
+    return {
+        **{kind: state[kind] for kind in ("scale", "amax", "history")},
+        "counts": counts.float(),
+        "underflows": underflows.float(),
+    }
 
 
 def _as_state(found: Mapping[str, Tensor]) -> dict[str, Any]:
-    steps, low, high, started, updated = found["counts"].nan_to_num(0.0).clamp(0, _BASE).long().unbind(1)
+    steps, low, high, started, updated = _whole(found["counts"])
     numbers = {"steps": steps, "saturated": low + high * _BASE, "started": started.bool()}
+    if "underflows" in found:
+        low, high = _whole(found["underflows"])
+        numbers["underflowed"] = low + high * _BASE
     return {**{kind: found[kind] for kind in ("scale", "amax", "history")}, **numbers, "updated": bool(updated[0])}
+
+
+def _divided(count: Tensor) -> list[Tensor]:
+    return [count % _BASE, count // _BASE]
+
+
+def _whole(columns: Tensor) -> tuple[Tensor, ...]:
+    return columns.nan_to_num(0.0).clamp(0, _BASE).long().unbind(1)
