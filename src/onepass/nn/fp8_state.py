@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
 
+from onepass.gradients.fp8_weight import FP8Weight
 from onepass.runtime.fp8_recipe import Precision
 
 
@@ -14,6 +16,26 @@ def drop_fp8_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
     weight = getattr(module, "weight", None)
     if weight is not None and f"{prefix}weight" in state_dict:
         vars(weight).pop("fp8", None)
+
+
+class FP8Module(nn.Module):
+    """A base class of modules whose weight may carry scales. A copy has them, and a weight that is loaded starts anew."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = self.__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        for name, parameter in self._parameters.items():
+            state: FP8Weight | None = getattr(parameter, "fp8", None)
+            if state is not None and parameter is not None:
+                copied: Any = made._parameters[name]
+                copied.fp8 = FP8Weight(copied, state.recipe)
+                copied.fp8.load_state_dict(state.state_dict(parameter))
+        return made
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        drop_fp8_state(self, state_dict, prefix)
 
 
 class GroupedLayer(nn.Module):

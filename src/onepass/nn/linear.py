@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gradients.deferred import DeferredWgrad
-from onepass.nn.fp8_state import drop_fp8_state, shown_precision
+from onepass.nn.fp8_state import FP8Module, shown_precision
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
 from onepass.ops.linear.linear import linear
 from onepass.parallel.collectives import gather_last, split_last
@@ -19,7 +19,7 @@ from onepass.runtime.fp8_recipe import Precision, recipe_of
 Init = Callable[[Tensor], Any]
 
 
-class Linear(nn.Linear):
+class Linear(FP8Module, nn.Linear):
     """torch.nn.Linear by `onepass.linear`. Gradients of parameters that carry ``main_grad`` are added to it.
 
     The attribute `deferred` takes a `onepass.parallel.DeferredWgrad`, as in every layer of this module.
@@ -39,10 +39,6 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         check_input(input, self.in_features, "in_features")
         return linear(input, self.weight, self.bias, deferred=self.deferred, precision=self.precision)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        drop_fp8_state(self, state_dict, prefix)
 
     def extra_repr(self) -> str:
         return ", ".join([super().extra_repr(), *shown_precision(self.precision)])

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.nn.fp8_state import drop_fp8_state
+from onepass.nn.fp8_state import FP8Module
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.runtime.checks import check_eps
 
 
-class MarkedParameters(nn.Module):
+class MarkedParameters(FP8Module):
     """A module whose norm parameters carry `sequence_parallel`, as Megatron marks them.
 
     `onepass.parallel.reduce_sequence_parallel_grads` finds them by this attribute. A move from the meta device, a copy, and
@@ -43,7 +43,6 @@ class MarkedParameters(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.mark_parameters()
-        drop_fp8_state(self, state_dict, prefix)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -121,12 +120,9 @@ class DividedParameters(MarkedParameters):
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim, parameter.partition_stride = division.dim, division.stride
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DividedParameters:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.tp_group)] = self.tp_group  # copies share the group, which can't be copied
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return made
+        return super().__deepcopy__(memo)
 
 
 def whole_shape(part: Tensor, division: Division) -> tuple[int, ...]:
