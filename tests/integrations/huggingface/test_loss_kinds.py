@@ -29,6 +29,10 @@ T5 = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }  # fmt: skip
+BART = {
+    "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "max_position_embeddings": 32,
+}  # fmt: skip
 WHISPER = {
     "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 6,
@@ -39,6 +43,8 @@ MODERN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id
 KINDS = {
     "T5ForConditionalGeneration": ("T5", T5),
     "T5ForConditionalGeneration, untied": ("T5", T5 | {"tie_word_embeddings": False}),  # not scaled before the head
+    "BartForConditionalGeneration": ("Bart", BART),  # it adds a bias to its head's products
+    "EsmForMaskedLM": ("Esm", BERT | {"pad_token_id": 1, "mask_token_id": 2}),  # as does a module around its head
     "WhisperForConditionalGeneration": ("Whisper", WHISPER),
     "BertForMaskedLM": ("Bert", BERT),
     "RobertaForMaskedLM": ("Roberta", BERT | {"pad_token_id": 1}),
@@ -54,6 +60,8 @@ def made(kind):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+        if kind.startswith("Bart"):
+            model.final_logits_bias.normal_()
     return model
 
 
@@ -85,6 +93,16 @@ def test_a_loss_without_logits(kind):
     torch.testing.assert_close(model.found.loss, before.found.loss, rtol=1e-4, atol=1e-4)
     applied.undo()
     assert model.train()(**given).logits.shape == (2, 9, VOCABULARY)
+
+
+def test_a_bias_of_another_type_is_added_by_the_models_own_code():
+    model, given = made("BartForConditionalGeneration").bfloat16(), inputs("BartForConditionalGeneration")
+    huggingface.apply(model)
+    assert model(**given).logits.shape == (2, 9, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.float()(**given).logits.shape == (2, 9, 0)
+    model.bfloat16().final_logits_bias = model.final_logits_bias.float()
+    assert model(**given).logits.shape == (2, 9, VOCABULARY)
 
 
 @pytest.mark.slow
@@ -124,12 +142,6 @@ def test_who_looks_at_logits_gets_them(where):
 
 
 LEFT = {
-    "BartForConditionalGeneration": (
-        "Bart",
-        {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "d_model": 8,
-         "encoder_attention_heads": 2, "decoder_attention_heads": 2},
-        "its forward does more with the logits than to reshape them",  # it adds final_logits_bias
-    ),
     "BertForPreTraining": ("Bert", BERT, "its forward can't be followed"),
     "DistilBertForMaskedLM": ("DistilBert", {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 8}, "its forward doesn't"),
 }  # fmt: skip

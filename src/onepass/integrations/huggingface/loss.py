@@ -7,7 +7,7 @@ call has shape [..., 0], and there is no cache unless the caller asks for one. A
 evaluation, no labels, no gradients, a head that was wrapped or hooked since, an unknown loss option.
 
 Where the code makes a `CrossEntropyLoss` itself (T5, Whisper, BERT), it finds another of this name in its globals. It reshapes
-logits by their number of columns, so until it returns they have all of them: one NaN, expanded.
+logits by their number of columns and may add a bias, so until it returns they have all of them: one row of NaN.
 
 What the model does with its logits before the loss is measured once, when the loss is replaced (loss_trial.py).
 One difference is intended: if all labels are ignored, the mean and its gradients are 0, not NaN.
@@ -55,7 +55,8 @@ class _HeadCallState:
     next_labels: Tensor  # of each hidden state: where the loss is causal, the next token's
     rows: KeptRows | None  # which of them have a loss, asked for before the model runs; None stands for all
     loss: Tensor | None = None  # set by the head
-    logits: Tensor | None = None  # what the head has returned
+    bias: Tensor | None = None  # which the model's code adds to the head's products
+    logits: Tensor | None = None  # of no columns, for the outputs; set by the head where the code returns other ones
 
 
 @dataclass(eq=False)
@@ -207,6 +208,7 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["use_cache"] = False
         shared.call = call = _call_of(labels, {name: kwargs[name] for name in OPTIONS if name in kwargs}, shared.code.kind)
         try:
+            call.bias = shared.code.bias_in(self)
             outputs = (shared.forward or type(self).forward)(self, *args, **kwargs)
         finally:
             shared.call = None
@@ -254,14 +256,16 @@ def _head_forward(self: Any, input: Tensor, **options: Any) -> Tensor:
         raise RuntimeError(f"the head was called again, and the loss is already made: {_LEAVE}")
     call.loss = _loss(self, lora, input, call, shared.code)
     if shared.code.kind is LossKind.INLINE:
-        call.logits = input.new_full((), float("nan")).expand(*input.shape[:-1], self.out_features)
-        return call.logits
+        call.logits = input.detach()[..., :0]
+        return input.new_full((*[1 for _ in input.shape[:-1]], self.out_features), float("nan"))
     # The result depends on the loss: hooks on the head's output then run before the loss's backward. FSDP's gathers the weight.
     return input.detach()[..., :0] + call.loss
 
 
 def _can_make(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState) -> bool:
     plain = type(head.weight) in (Tensor, nn.Parameter) and type(hidden) is Tensor
+    if call.bias is not None:
+        plain = plain and head.bias is None and (call.bias.dtype == hidden.dtype or under_autocast(hidden))
     if lora is not None and not under_autocast(hidden):
         plain = plain and {lora.a.dtype, lora.b.dtype} <= {hidden.dtype, torch.float32}
     return plain and call.next_labels.numel() == hidden.shape[:-1].numel()
@@ -273,7 +277,8 @@ def _loss(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState, co
     ignore = call.options.get("ignore_index", -100)
     labels = call.next_labels.to(hidden.device).reshape(hidden.shape[:-1])
     loss: Tensor = linear_cross_entropy(
-        hidden, head.weight, labels, reduction="mean" if items is None else "sum", ignore_index=ignore, bias=head.bias,
+        hidden, head.weight, labels, reduction="mean" if items is None else "sum", ignore_index=ignore,
+        bias=head.bias if call.bias is None else call.bias,
         lora=lora, softcap=code.softcap, logit_scale=code.scale, chunk_bytes=_room(hidden, head.weight), rows=call.rows,
     )  # fmt: skip
     if items is None:
@@ -323,7 +328,7 @@ def _cross_entropy_loss(shared: _HeadState, stock: Callable[..., Any], *args: An
         return stock(*args, **options)  # type: ignore[no-any-return]
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        if logits.numel() != labels.numel() * shared.head.out_features or labels.numel() != call.labels.numel():
+        if logits.numel() != shared.head.out_features or labels.numel() != call.labels.numel():
             raise RuntimeError(f"the model's code takes the loss of other labels than it was called with: {_LEAVE}")
         assert call.loss is not None
         return call.loss
@@ -332,11 +337,10 @@ def _cross_entropy_loss(shared: _HeadState, stock: Callable[..., Any], *args: An
 
 
 def _without_columns(outputs: Any, call: _HeadCallState) -> Any:
-    """Return the model's outputs, with no columns where they have what the head returned in place of logits."""
+    """Return the model's outputs, with logits of no columns if the head has computed the loss."""
     if call.logits is None:
         return outputs
     if isinstance(outputs, tuple):
-        return tuple(value[..., :0] if value is call.logits else value for value in outputs)
-    if outputs.logits is call.logits:
-        outputs.logits = call.logits[..., :0]
+        return outputs[0], call.logits, *outputs[2:]
+    outputs.logits = call.logits
     return outputs

@@ -36,6 +36,14 @@ class LossCode:
     scale: float = 1.0
     softcap: float | None = None
     around: tuple[tuple[nn.Module, Callable[..., Any]], ...] = ()  # modules between model and head, with their classes' forwards
+    bias: tuple[nn.Module | None, str] | None = None  # added to the products: an attribute of the model (None) or of a module
+
+    def bias_in(self, model: nn.Module) -> Tensor | None:
+        if self.bias is None:
+            return None
+        module, name = self.bias
+        found: Tensor = getattr(model if module is None else module, name)
+        return found.view(-1)
 
     def __str__(self) -> str:
         if self.softcap is not None:
@@ -53,6 +61,8 @@ class _LossTrial:
         self.options: dict[str, Any] = {name: object() for name in OPTIONS if name != "shift_labels" or kind is LossKind.CAUSAL}
         self.asked = 0  # number of calls of the head
         self.around: list[nn.Module] = []  # modules whose forwards have run
+        self.bias: tuple[nn.Module | None, str] | None = None
+        self.biases = torch.linspace(1, 2, head.out_features, dtype=FP64, device="cpu")  # in its place
         self.came: list[tuple[Any, Any, int, dict[str, Any]]] = []  # calls of the loss function
         self.loss = torch.tensor(0.5, dtype=FP64, device="cpu")
 
@@ -64,6 +74,11 @@ class _LossTrial:
             return self.hidden if self.around and not self.asked else _Hidden(self.hidden)  # a layer, or all below the head
         self.around.append(module)
         return type(module).forward(_ProbeModule(module, self), *args, **options)
+
+    def may_be_bias(self, tensor: Tensor, module: nn.Module) -> bool:
+        """Whether forward may add this to the logits: it is read once, after the head, which has no bias of its own."""
+        after = self.kind is LossKind.INLINE and self.asked == 1 and self.bias is None and self.head.bias is None
+        return after and tensor.numel() == self.head.out_features and (module is self.reads.module or module in self.around)
 
     def loss_function(self, logits: Any, labels: Any, vocab_size: int, **options: Any) -> Tensor:
         self.came.append((logits, labels, vocab_size, options))
@@ -100,9 +115,11 @@ class _LossTrial:
             same = torch.equal(labels.flatten(), self.labels.flatten())
             if not same or came not in ({}, {"ignore_index": -100}):
                 return "its forward doesn't take its CrossEntropyLoss of its labels as they are"
-            whole = logits.shape == (self.labels.numel(), self.head.out_features)
-            if logits.data_ptr() != self.logits.data_ptr() or not whole or self.logits._version:
-                return "its forward does more with the logits than to reshape them"
+            expected = self.logits if self.bias is None else self.logits + self.biases
+            if self.logits._version or not torch.equal(logits, expected.view(-1, self.head.out_features)):
+                return "its forward does more with the logits than to reshape them and to add a bias"
+            if not isinstance(outputs, dict) or outputs["logits"].data_ptr() != logits.data_ptr():
+                return "its forward doesn't return the logits that its loss is of"
         elif labels is not self.labels or (open_ended and any(came.get(name) is not each for name, each in self.options.items())):
             return "its forward doesn't give its labels and all options for the loss to its loss_function as they are"
         elif vocab_size != self.head.out_features:
@@ -129,6 +146,9 @@ class _ProbeModule:
         found, reads = getattr(self._module, name), self._trial.reads
         if isinstance(found, nn.Module):
             return _ProbeModule(found, self._trial)
+        if isinstance(found, Tensor) and self._trial.may_be_bias(found, self._module):
+            self._trial.bias = (None if self._module is reads.module else self._module), name
+            return self._trial.biases.view(found.shape)
         if self._module is not reads.module:
             if self._module in self._trial.around and isinstance(found, Tensor):
                 raise ValueError(f"{type(self._module).__name__} reads its {name}")
@@ -162,7 +182,9 @@ def find_loss_code(model: nn.Module, head: Any, kind: LossKind, reads: Reads) ->
     if why is not None:
         return why
     around = tuple((module, type(module).forward) for module in trials[0].around)
-    came = trials[0].came[0][0].double().view(given.shape)
+    if kind is LossKind.INLINE:
+        return LossCode(kind, around=around, bias=trials[0].bias)
+    came = trials[0].came[0][0].double()
     scale, cap = came[0, 0, 0].item(), came[0, 1, -1].item()
     for code, values in (
         (LossCode(kind, around=around), given),
