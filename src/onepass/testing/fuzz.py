@@ -4,6 +4,7 @@
     onepass fuzz rms_norm --cases 10000 --seed 0     # cases of seeds 0 to 9999
     TRITON_INTERPRET=1 onepass fuzz softmax          # kernels on a CPU
     onepass fuzz rms_norm --seed 17 --cases 1 --choices 0,3,0,1    # one shrunk case, as a failure prints it
+    onepass fuzz fp8_histories                       # calls of one layer after another: fuzz_histories.py
 
 `RANDOM_CALLS` in an op's `samples.py` draws its sizes, types and options. Here memory layouts, numbers, frozen inputs and
 main_grad are drawn for all ops alike. A case is a list of choices, of which 0 is the simplest: shrinking tries smaller ones.

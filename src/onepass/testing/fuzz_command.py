@@ -1,4 +1,4 @@
-"""`onepass fuzz`: random cases of ops, with a table of what failed."""
+"""`onepass fuzz`: random cases of ops, and random histories of layers in eight bits, with a table of what failed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from onepass.runtime.errors import CommandError
 from onepass.runtime.op import OPS
 from onepass.testing import fuzz
 from onepass.testing.fuzz import NUMBERS, Tally, fuzz_cases
+from onepass.testing.fuzz_histories import HISTORIES, run_history
 
-_NAMES = sorted(OPS)
+_NAMES = [*sorted(OPS), HISTORIES]
 _LINE_SECONDS = 30.0  # between lines of progress where stderr is no terminal
 _SHOWN = 10  # failing cases that are printed
 
@@ -50,7 +51,8 @@ def run(args: Any) -> int:
     for name in [args.op] if args.op else _NAMES:
         how = {"seen": _shown(args.cases), "device": device, "without": args.without}
         how |= {} if args.choices is None else {"choices": args.choices, "shrinks": 0}
-        tallies.append(fuzz_cases(name, partial(fuzz.run_case, OPS[name]), args.cases, args.seed, **how))
+        run_one = run_history if name == HISTORIES else partial(fuzz.run_case, OPS[name])
+        tallies.append(fuzz_cases(name, run_one, args.cases, args.seed, **how))
         if tallies[-1].ended:
             print(f"{tallies[-1].op} ended after {tallies[-1].cases} cases, {tallies[-1].ended}", flush=True)
             break
