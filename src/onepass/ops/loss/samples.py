@@ -16,6 +16,7 @@ from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_referenc
 from onepass.ops.loss.formula import STATISTICS, LossTerms
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from onepass.ops.loss.lora import LoRA
+from onepass.ops.loss.statistics import check_statistics
 from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
@@ -146,7 +147,12 @@ def _random_cross_entropy(draw: Draw) -> RandomCall:
         # of 16-bit logits the logsumexp is kept in fp32, and a probability is off by its rounding
         size = _size(logits) if dtype is not FP32 else 1.0
         rows = logits.numel() // vocabulary
-        return {"y0": _ROUNDED * size * _summed(rows, options), "dlogits": _ROUNDED * size / _averaged(rows, options)}
+        asked = check_statistics(options["return_stats"])
+        floating = [name for name in asked if name != "correct"]  # as results are counted
+        # an entropy of almost 0, which the formula makes as a difference
+        of_entropy = {f"y{i}": _ROUNDED for i, name in enumerate(floating, 1) if name == "entropy"}
+        sums = {"y0": _ROUNDED * size * _summed(rows, options), "dlogits": _ROUNDED * size / _averaged(rows, options)}
+        return sums | of_entropy
 
     return RandomCall(tensors, {**options, "inplace_backward": over}, formula, written=written, finite=True, floors=floors)
 
