@@ -30,7 +30,7 @@ HISTORIES = "fp8_histories"
 WIDTH, COLUMNS = 64, 32  # of x and of y
 
 
-class _ActivationLinear(Linear):
+class _ActivationLayer(Linear):
     """An MLP's second half: one product, so that its error is that of one."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Linear": partial(Linear, WIDTH, COLUMNS),
     "NormLinear": partial(NormLinear, WIDTH, COLUMNS),
     "NormLinear, layer_norm": partial(NormLinear, WIDTH, COLUMNS, norm="layer_norm"),
-    "activation_linear": partial(_ActivationLinear, WIDTH // 2, COLUMNS),
+    "activation_linear": partial(_ActivationLayer, WIDTH // 2, COLUMNS),
 }
 RECIPES = (
     FP8Recipe(), FP8Recipe(amax_history_len=1), FP8Recipe(amax_compute_algo="most_recent"), FP8Recipe(margin=2),
