@@ -171,7 +171,7 @@ MUTANTS = {
     "x's scale is another": (fp8_compiled, "CompiledFP8Call.start_input", "E4M3, self.x_scale", "E4M3, 4 * self.x_scale"),
     "dy's scale is another": (fp8_compiled, "_output_gradient", "found.operand.inverse.clone()", "found.operand.inverse * 2"),
     "magnitudes are not noted": (fp8_linear, "_forward_in_graph", "None, noted", "None, False"),
-    "an update is not seen": (fp8_weight, "FP8Weight.update", "(self._version == version or", "(self._version or"),
+    "an update is not seen": (fp8_weight, "FP8Weight.update", "not in (None, version) and", "is None and"),
 }  # fmt: skip
 
 

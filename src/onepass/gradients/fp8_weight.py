@@ -110,13 +110,13 @@ class FP8Weight:
         for an optimizer's step. A replay of a CUDA graph sees no update: optimizers' steps change the scales that it reads.
         """
         version, captures, step = version_of(weight), is_capturing(weight), current_step()
-        known = self._version is not None and (self._version == version or captures or self._replayed)
+        due = self._version not in (None, version) and not (captures or self._replayed)
         if captures or step is not None:  # what warms up for the capture of a whole step: its replays refresh, too
             self._replayed = True
             refresh_after_steps(self.scales)
         if step is not None and not any(scales is self.scales for scales in step.scales):
             step.scales.append(self.scales)
-        if self._version is not None and not known and self.recipe.scaling == "delayed":
+        if due and self.recipe.scaling == "delayed":
             with _outside_inference_mode():  # scales serve training too
                 self.scales.refresh()
         self._version, self.shape = version, weight.shape
