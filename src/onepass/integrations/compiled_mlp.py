@@ -49,7 +49,6 @@ def _up_gradient(
     target, inverse = state.gradient_target(partial(run, y_target=None, turned=False))
     found = run(target, FP8Target(E4M3, scale))
     assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
-    state.backwards += 1
     dx = multiply(FP8Operand(rows_of(found.dx), inverse), state.turned(weight), dactivated.dtype, fast=False)
     return dx.view(*packed.shape[:-1], -1), found.dx_turned, inverse, found.y_turned
 
