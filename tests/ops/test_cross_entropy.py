@@ -92,6 +92,11 @@ def test_class_weights_and_probabilities_are_pytorchs(what, smoothing, reduction
     torch.testing.assert_close(alone, F.cross_entropy(x, targets[0, 0], **options))
     reference = both(lambda x, y: module.cross_entropy_reference(x, y, **options), logits, targets, dy)
     torch.testing.assert_close(reference, theirs)
+    options["weight"] = None if weight is None else weight.double()  # which the loss doesn't become
+    wide = targets.double() if "probabilities" in what else targets
+    loss = op(backend=backend, z_loss=0.1, **options)(logits, wide)
+    torch.testing.assert_close(loss, module.cross_entropy_reference(logits, wide, z_loss=0.1, **options))
+    assert loss.dtype is FP32
 
 
 @backends

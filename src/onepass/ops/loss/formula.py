@@ -118,7 +118,9 @@ def row_losses(
     if terms.z_loss:
         penalty = terms.z_loss * lse.square()
         by_label = None if targets is None else targets.label_weight
-        loss = loss + (penalty if by_label is None else penalty * torch.where(kept, weights_at(by_label, labels), 0.0))
+        if by_label is not None:
+            penalty = penalty * torch.where(kept, weights_at(by_label, labels), 0.0).to(z.dtype)
+        loss = loss + penalty
     found = {"log_prob": as_row_losses(log_prob, kept, sound)} if "log_prob" in stats else {}
     if "entropy" in stats:
         p = z.softmax(-1)

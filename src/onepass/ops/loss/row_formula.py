@@ -143,7 +143,7 @@ def finish_losses(
         weighted, mass = masses
         loss = mass * log_total + (mass * largest - weighted)
         if penalty is not None and targets.label_weight is not None:
-            penalty = penalty * weights_at(targets.label_weight, labels)
+            penalty = penalty * weights_at(targets.label_weight, labels).to(loss.dtype)
         found["mass"] = torch.where(kept & sound, mass, 0.0)
     if penalty is not None:
         loss = loss + penalty
@@ -192,7 +192,7 @@ def _gradient(
         assert incoming.mass is not None
         penalty = 2 * terms.z_loss * lse
         if terms.z_loss and targets.label_weight is not None:
-            penalty = torch.where(counts, penalty * weights_at(targets.label_weight, labels), 0.0)
+            penalty = torch.where(counts, penalty * weights_at(targets.label_weight, labels).to(g.dtype), 0.0)
         a, t = g * (incoming.mass + penalty), torch.zeros_like(g)
     needed = counts
     if incoming.log_prob is not None:
