@@ -43,7 +43,11 @@ def gradient(x, to, kernel):
 
 
 @pytest.mark.parametrize("dtype", (E4M3, E5M2), ids=str)
-@pytest.mark.parametrize(("run", "width"), [(norm, 64), (norm, 5008), (activation, 96), (gradient, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("run", "width"),
+    [(norm, 64), (norm, 5008), (activation, 96), (gradient, 128)],
+    ids=("norm", "wide norm", "activation", "gradient"),
+)
 def test_kernels_count_as_formulas_do(run, width, dtype):
     x = torch.randn(21, width, device=DEVICE)
     zero_to = -17 if dtype is E5M2 else -10
