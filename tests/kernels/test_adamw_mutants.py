@@ -32,7 +32,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "eps within the root": (kernels, "_adamw_kernel", "(exp_avg_sq) * correction + eps", "(exp_avg_sq + eps) * correction", "triton"),
     "eps of the first group": (kernels, "_scalars_kernel", "3 * GROUPS + ", "3 * GROUPS + 0 * ", "triton"),
     "the steps of another": (kernels, "_scalars_kernel", "(steps_ptr + place, mask", "(steps_ptr + place * 0, mask", "triton"),
-    "a row of each program's": (kernels, "_scalars_kernel", "at < ROWS", "at < 32", "triton"),
+    "the last row left out": (kernels, "_scalars_kernel", "at < ROWS", "at < ROWS - 1", "triton"),
     "all in the first group": (kernels, "_adamw_kernel", "(chunk + 4) * ROW", "(chunk + 4) * 0", "triton"),
     # ---- masters ----
     "rounded down": (kernels, "_store_master", "(bits + 0x8000)", "bits", "triton"),

@@ -87,6 +87,7 @@ def data_copied(layer, new):
 def data_stepped(layer, new):
     """As optimizers step that are none of torch's."""
     layer.weight.data.sub_(layer.weight.data - new)
+    layer.weight.data.copy_(new)  # what rounding left
 
 
 def data_replaced(layer, new):

@@ -268,7 +268,7 @@ def _factor(case, labels, token_weight):
         return 1.0
     if case.reduction == "sum":
         return UPSTREAM
-    kept = labels != case.ignore_index
+    kept = split_labels(labels)[0] != case.ignore_index
     return UPSTREAM / (kept.sum() if token_weight is None else token_weight.detach()[kept].sum())
 
 

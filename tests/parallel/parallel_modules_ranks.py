@@ -4,6 +4,7 @@ A case makes its modules from one seed and runs them. With each result it return
 dimension to concatenate along, ALIKE if all ranks have the whole, or SUM. Without a group it runs the undivided module.
 """
 
+import copy
 from unittest import mock
 
 import torch
@@ -259,7 +260,7 @@ def ids_of_nobody(group):
 def copied(group):
     """Whether a deep copy computes the same. Assert that it keeps the group and the parameters' attributes."""
     layer, _ = made(lambda: RowParallelLinear(K, N, tp_group=group, sequence_parallel=True))
-    other = onepass.nn.sharding.copy.deepcopy(nn.Sequential(layer))[0]
+    other = copy.deepcopy(nn.Sequential(layer))[0]
     assert other.tp_group is group and other.weight is not layer.weight and other.bias.sequence_parallel is True
     assert other.weight.tensor_model_parallel is True and other.weight.partition_dim == 1
     x = part(numbers(S, B, K).float(), -1, group)
