@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -94,12 +95,20 @@ def test_what_compiles_in_one_thread_at_a_time_waits() -> None:
 
 def test_an_interruption_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 1)
+    interrupted = threading.Event()
 
     def interrupt(said: str) -> None:
+        interrupted.set()
         raise KeyboardInterrupt
 
+    def waits(case: BenchCase) -> Call:
+        interrupted.wait(60)
+        time.sleep(0.02)  # the others are dropped meanwhile, however busy the machine is
+        return _twice(case)
+
     _Twice.threads = []
-    bench = dataclasses.replace(norm.BENCH, contenders=lambda _: [Contender(f"peer {i}", _twice) for i in range(50)])
+    peers = [Contender("first", _twice), *(Contender(f"peer {i}", waits) for i in range(50))]
+    bench = dataclasses.replace(norm.BENCH, contenders=lambda _: peers)
     tasks = ahead.tasks_of([runner.BenchPlan(bench, [CASE], lambda _: True)])
     with pytest.raises(KeyboardInterrupt):
         ahead.compile_ahead(tasks, clock_for(DEVICE), interrupt)

@@ -33,6 +33,7 @@ from torch import Tensor
 from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.fp8_scales import FP8Scales
+from onepass.gradients.written_weights import follow_by_kernel
 from onepass.kernels import fp8_cast, fp8_tile
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.kernels.launch import Bound, Kernel
@@ -316,6 +317,7 @@ def _adamw_step(device: torch.device) -> None:
         weight.square().sum().backward()
         main_grads.finish()
         AdamW(main_grads).step(max_norm=1.0)
+    follow_by_kernel(weight.detach(), torch.zeros_like(weight, dtype=torch.float32, requires_grad=False))
 
 
 # ---- the command ----
