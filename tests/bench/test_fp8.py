@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +18,7 @@ from torch.nn import Parameter
 
 from onepass.bench import accuracy, activation_linear, command, fp8, linear, norm_linear, norm_mlp, products, registry, runner
 from onepass.bench.model import BenchCase, Contender, Inputs
-from onepass.gradients.fp8_scales import ROLES
-from onepass.runtime.ceilings import clock_for
+from onepass.runtime.ceilings import Ceilings, clock_for
 from onepass.runtime.errors import CommandError
 
 pytestmark = pytest.mark.usefixtures("one_round")
@@ -135,21 +135,25 @@ def test_every_contender_is_called_rightly(module: ModuleType, _peers: list[str]
 
 
 @named
-def test_each_call_is_a_steps_first_or_none_is(module: ModuleType) -> None:
+def test_each_call_is_a_steps_first(module: ModuleType) -> None:
     case, inputs = given(module)
     weights = [inputs.tensors[name] for name in WEIGHTS[module]]
-    for name in ("onepass", "onepass current", "onepass row", "onepass, codes kept"):
+    for name in ("onepass", "onepass current", "onepass row"):
         call = row(module, case, name).make(case)
         versions = []
         for _ in range(2):
             call(*inputs.tensors.values())
             versions.append([weight.fp8.version for weight in weights])
-        assert all((a == b) == (name == "onepass, codes kept") for a, b in zip(*versions, strict=True)), name
+        assert all(a != b for a, b in zip(*versions, strict=True)), name
         assert weights[0].fp8.recipe.scaling == {"onepass current": "current", "onepass row": "row"}.get(name, "delayed")
     for weight in weights:
         del weight.fp8
     row(module, case, "onepass bf16").make(case)(*inputs.tensors.values())
     assert not any(hasattr(weight, "fp8") for weight in weights)
+
+
+def have_a_history(weights: Sequence[Tensor]) -> bool:
+    return all(weight.fp8.scales.stands(role) for weight in weights for role in ("input", "gradient"))
 
 
 def test_what_is_checked_has_the_scales_of_a_step_before() -> None:
@@ -158,11 +162,12 @@ def test_what_is_checked_has_the_scales_of_a_step_before() -> None:
     known: list[bool] = []
 
     def make(case: BenchCase) -> Any:
-        call = norm_mlp._ours(case, "fp8")
+        call = row(norm_mlp, case, "onepass").make(case)
 
         def watched(*tensors: Tensor) -> Any:
-            known.append(hasattr(tensors[2], "fp8") and tensors[2].fp8.scales.started[ROLES.index("gradient")])
-            return call(*tensors)
+            y = call(*tensors)
+            known.append(have_a_history(tensors[2:]))
+            return y
 
         return watched
 
@@ -170,6 +175,31 @@ def test_what_is_checked_has_the_scales_of_a_step_before() -> None:
     found, _ = runner._check(plan, Contender("onepass", make, ours=True), case, clock_for(CPU), torch.Generator(), lambda _: None)
     assert found.status == "ok"
     assert known == [False, True]
+
+
+def test_what_is_timed_has_the_scales_of_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever recipe the weights had before: contenders share them."""
+    case, _ = given(norm_mlp)
+    weights: list[Any] = []
+    known: list[bool] = []
+    clock = clock_for(CPU)
+
+    def inputs(*options: Any) -> Inputs:
+        found = norm_mlp._inputs(*options)
+        weights[:] = found.tensors["up"], found.tensors["down"]
+        return found
+
+    def times(*options: Any, **more: Any) -> list[float]:
+        if getattr(weights[0], "fp8", None) and weights[0].fp8.recipe.scaling == "delayed":
+            known.append(have_a_history(weights))
+        return [1.0]
+
+    monkeypatch.setattr(clock, "times", times)
+    contenders = [row(norm_mlp, case, name) for name in ("onepass row", "onepass")]
+    only(monkeypatch, norm_mlp, case, contenders=lambda case: contenders, inputs=inputs)
+    plan = runner.BenchPlan(norm_mlp.BENCH, [case], lambda _: True)
+    list(runner.measure(plan, clock, Ceilings(1.0, 1, None), lambda _: None))
+    assert known == [True] * len(known) and len(known) >= 2 * plan.rounds
 
 
 # ---- errors ----
@@ -219,7 +249,7 @@ def test_a_run_is_set_against_onepass_in_its_own_type(
     data = tmp_path / "run.json"
     assert bench("linear", "--json", str(data)) == 0
     rows = {each["contender"]: each for each in json.loads(data.read_text())["rows"]}
-    assert set(rows) == {"copy", "onepass", "onepass, codes kept", "onepass current", "onepass row", "onepass bf16"}
+    assert set(rows) == {"copy", "onepass", "onepass current", "onepass row", "onepass bf16"}
     assert {each["reference"] for each in rows.values()} == {"onepass bf16"}
     assert linear.BENCH.reference_of(linear._case("plain", 32, 48, 64, torch.bfloat16)) == "F.linear + add_"
     assert rows["onepass bf16"]["both_of_reference"] == 1

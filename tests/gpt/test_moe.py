@@ -10,6 +10,7 @@ import onepass
 from onepass.gpt import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE, balance, routed
+from onepass.gradients import grouped as grouped_products
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.ops.linear.routing import gather_tokens, scatter_tokens
 
@@ -161,19 +162,25 @@ def test_an_expert_nobody_goes_to():
     assert len(idle) == E - 1 and not moe.experts.weight2.grad[idle].any()
 
 
-def test_set_precision_runs_both_products_in_eight_bits_but_not_the_router():
+def test_set_precision_runs_both_products_in_eight_bits_but_not_the_router(monkeypatch):
     moe, x = made(torch.bfloat16, hidden_size=32, moe_ffn_hidden_size=48), torch.randn(64, 32).bfloat16()
-    expected, _ = moe(x)
+    (expected, _), probabilities = moe(x), moe.router(x)
+    multiply, multiplied = grouped_products.scaled_grouped_product, []
+
+    def watched(codes, inverse, weight_codes, *rest):
+        multiplied.append(tuple(weight_codes.shape))
+        return multiply(codes, inverse, weight_codes, *rest)
+
+    monkeypatch.setattr(grouped_products, "scaled_grouped_product", watched)
     assert onepass.nn.set_precision(moe, "fp8") == 1
-    y, _ = moe(x)
+    y, _ = moe(x.requires_grad_())
     assert 20 < decibels(y.detach(), expected.detach()) < 45
     y.sum().backward()
-    assert {name for name, p in moe.named_parameters() if hasattr(p, "fp8")} == {"experts.weight1", "experts.weight2"}
-    saved = onepass.nn.fp8_state_dict(moe)
-    onepass.nn.load_fp8_state_dict(moe, saved)
-    assert moe(x)[0].equal(y)
+    assert multiplied == [(E, 96, 32), (E, 32, 48), (E, 48, 32), (E, 32, 96)]  # by both weights, then by their transposes
+    assert moe.router(x).equal(probabilities)
+    assert onepass.nn.fp8_state_dict(moe) == {}  # no scale outlasts a call
     onepass.nn.set_precision(moe, None)
-    assert moe(x)[0].equal(expected)
+    assert moe(x)[0].equal(expected) and len(multiplied) == 4
 
 
 def test_no_tokens():

@@ -195,12 +195,11 @@ def _goes_on(nn):
 
 
 MUTANTS = {
-    "codes of a loaded weight are counted again": (weight_module, "FP8Weight.load_state_dict", "(None, True)", "(None, False)"),
-    "a refresh more": (weight_module, "FP8Weight.load_state_dict", "(None, True)", "(BEFORE_ANY, False)"),
-    "a refresh less": (weight_module, "FP8Weight.load_state_dict", "(BEFORE_ANY, False) if", "(None, True) if"),
+    "a refresh more": (weight_module, "FP8Weight.load_state_dict", "else None", "else BEFORE_ANY"),
+    "a refresh less": (weight_module, "FP8Weight.load_state_dict", 'BEFORE_ANY if state["updated"]', 'None if state["updated"]'),
     "what was noted is lost": (fp8_scales, "FP8Scales.load_state_dict", '[:, 0] = state["amax"]', "[:, 0] = 0"),
     "scales without inverses": (fp8_scales, "FP8Scales.load_state_dict", "1 / self.factors[:, 0]", "1"),
-    "scales start anew": (fp8_scales, "FP8Scales.load_state_dict", 'state["started"].tolist()', "[False] * 3"),
+    "scales start anew": (fp8_scales, "FP8Scales.load_state_dict", 'state["started"].to(self.steps.device)', "False"),
     "steps of optimizers are not counted": (fp8_updates, "version_of", "weight._version, _steps", "weight._version, 0"),
     "a view has a state of its own": (weight_module, "fp8_weight", "owner = whole_of(weight)", "owner = weight"),
 }

@@ -1,9 +1,9 @@
 """Products in eight bits: onepass's recipes and the peers' layers as contenders, and the rounding that they are judged by.
 
-Updates   Every call is the only one of a step: its weights count as updated, so that onepass sets its scales, and makes their
-          codes in forward and again, turned, in backward. torchao casts its weights in each forward, Transformer Engine does
-          unless it is told that a microbatch is not the first. `onepass, codes kept` is such a later microbatch. The difference
-          between the two is what a step pays for the weights.
+Updates   Every call is the only one of a step: its weights count as updated, so that onepass sets its delayed scales. onepass
+          makes a weight's codes in each forward and again, turned, in backward. torchao casts its weights in each forward,
+          Transformer Engine does unless it is told that a microbatch is not the first.
+History   The runner makes some steps before it times a contender: in a layer's first step delayed scales are measured.
 Peers     torchao: `convert_to_float8_training` by the recipes tensorwise and rowwise, norm and activation compiled with it.
           Transformer Engine: its module with DelayedScaling of the same history, under its autocast.
 Errors    onepass is judged by operands that PyTorch rounds to eight bits, each at the scale of its own magnitude, with products
@@ -50,7 +50,6 @@ def ours(case: BenchCase, make: Callable[[BenchCase, Precision], Call], weights:
 
     return [
         Contender("onepass", first_of_a_step(_RECIPE), ours=True),
-        Contender("onepass, codes kept", lambda case: make(case, _RECIPE), ours=True),
         Contender("onepass current", first_of_a_step(FP8Recipe("current")), ours=True),
         Contender("onepass row", first_of_a_step(FP8Recipe("row")), ours=True),
         Contender(reference(case), lambda case: make(case, None), ours=True),
