@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+import onepass
 from onepass.gradients import fp8_scales
 from onepass.gradients.fp8_scales import ROLES, FP8Scales
 from onepass.kernels.fp8_cast import cast_tensor
@@ -233,3 +234,33 @@ def test_recipes_are_checked():
             FP8Recipe(**wrong)
     with pytest.raises(TypeError, match="wgrad must be True or False, but is 1"):
         FP8Recipe(wgrad=1)
+
+
+@pytest.mark.parametrize("steps_late", (1, 3))
+def test_a_host_that_is_steps_ahead_of_the_device_learns_of_a_history(steps_late, monkeypatch):
+    """Then it measures inputs and gradients no more, however late each answer is."""
+    measured = []  # by steps; the last is the one that runs
+
+    class Event:
+        def __init__(self):
+            self.at = len(measured) + steps_late
+
+        def query(self):
+            return len(measured) >= self.at
+
+    def ask(scales):
+        scales._flags = fp8_scales._Flags(scales.factors[:, fp8_scales._STANDS].clone(), Event())
+
+    def counted(scales, role, run, measure=FP8Scales.measure):
+        measured[-1] += role != "weight"
+        return measure(scales, role, run)
+
+    monkeypatch.setattr(FP8Scales, "_ask", ask)
+    monkeypatch.setattr(FP8Scales, "measure", counted)
+    layer = onepass.nn.Linear(32, 48, bias=False, precision="fp8", device=DEVICE)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for _ in range(10):
+        measured.append(0)
+        layer(torch.randn(16, 32, device=DEVICE, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+    assert measured[0] == 2 and measured[-3:] == [0, 0, 0], measured

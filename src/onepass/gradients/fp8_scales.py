@@ -239,14 +239,16 @@ class FP8Scales:
             plan((len(self._types), 1, 1), *state)
         else:
             _refresh_formula(state, self._types, self.recipe.margin, recent)
-        if self._measured and not is_capturing(self.factors.device):
+        if is_capturing(self.factors.device):
+            return
+        for role in self._groups:  # ranks must agree, whatever each of them has heard of
+            self.started[ROLES.index(role)] = True
+        if self._measured and self._flags is None:  # an answer on its way is waited for: a host that is ahead hears of it, too
             self._measured = False
             self._ask()
 
     def _ask(self) -> None:
         """Start to learn which scales come from a history now. Nothing waits for the device."""
-        for role in self._groups:  # ranks must agree, whatever each of them has heard of
-            self.started[ROLES.index(role)] = True
         stands = self.factors[:, _STANDS]
         if not stands.is_cuda:
             self._learn(stands)
