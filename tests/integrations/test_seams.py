@@ -176,3 +176,10 @@ def test_a_clone_on_the_path(tmp_path, monkeypatch):
 def test_a_module_without_a_version_is_asked_for_by_its_package(package):
     del package["acme"].__version__
     assert Seams("pytest", "99", "acme").version == pytest.__version__
+
+
+def test_a_namesake_folder_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "namesake").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SeamError, match="namesake is not installed: what is named namesake on sys.path has no version"):
+        module._version("namesake", "namesake")

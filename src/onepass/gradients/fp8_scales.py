@@ -174,6 +174,7 @@ class FP8Scales:
             return
         self._groups[role] = group
         place = ROLES.index(role)
+        self.started[place] = False  # what this rank alone has heard: all measure until the next refresh
         row = self.factors[place]
         largest = row[_STANDS : _INVERSE + 1] * row[_STANDS]  # of the ranks that have a history: the smallest scale
         raise_to_largest(self.history[place], group)
@@ -259,7 +260,9 @@ class FP8Scales:
         self._flags = _Flags(copy, arrived)
 
     def _learn(self, stands: Tensor) -> None:
-        self.started = [known or new > 0 for known, new in zip(self.started, stands.tolist(), strict=True)]
+        shared = [role in self._groups for role in ROLES]  # of which refresh decides, on all ranks alike
+        found = zip(self.started, shared, stands.tolist(), strict=True)
+        self.started = [known or (new > 0 and not ours) for known, ours, new in found]
 
     def counts(self) -> Tensor:
         """Return how many numbers of each tensor have saturated and rounded to zero so far, [kinds, roles] on the device."""

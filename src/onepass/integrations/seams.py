@@ -201,7 +201,10 @@ def _version(package: str, root: str) -> str:
         absent = error.name is not None and f"{root}.".startswith(f"{error.name}.")
         what = "is not installed, and no clone of it is on sys.path" if absent else f"cannot be imported: {error}"
         raise SeamError(f"{package} {what}") from error
-    return version if isinstance(version, str) else importlib.metadata.version(package)
+    try:
+        return version if isinstance(version, str) else importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise SeamError(f"{package} is not installed: what is named {root} on sys.path has no version") from error
 
 
 def _numbers(version: str) -> tuple[int, ...]:

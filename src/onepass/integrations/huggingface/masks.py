@@ -69,7 +69,8 @@ class Stack:
     pads: bool = False  # a mask of [rows, tokens] hides tokens
     snapshot: Snapshot = UNREAD
     refused: dict[str, None] = field(default_factory=dict)  # what calls had that were left to transformers
-    warned: bool = False  # that documents see each other
+    looked: bool = False  # for documents that see each other
+    warned: bool = False  # of them
 
     def change(self) -> str | None:
         return self.snapshot.change(self.module)
@@ -149,6 +150,9 @@ class Stack:
         if self.warned or _POSITIONS not in given or any(name in given for name in (_MASK, *_CACHE[1:])):
             return
         x = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        if x.is_cuda and self.looked:  # a look waits for the device: the first call's rows stand for all
+            return
+        self.looked = True
         try:
             self.warned = documents_of_rows(given[_POSITIONS], x.shape[0], x.shape[1], x.device, padding=False) is not None
         except Refused:  # what has no documents that onepass can see

@@ -453,14 +453,14 @@ def norm_linear(
     _check(x, residual, norm_weight, norm_bias, weight, bias, norm, eps, zero_centered_gamma)
     deferred = check_deferred(deferred, weight)
     chosen = choose("norm_linear", backend, kernels.norm_unsupported(x))
+    options = _options(norm, eps, zero_centered_gamma)
     if chosen not in NATIVE:
         return run_other(
             "norm_linear", chosen, x, norm_weight, weight, bias,
-            residual=residual, norm=norm, norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma,
+            residual=residual, norm=norm, norm_bias=norm_bias, eps=options.eps, zero_centered_gamma=zero_centered_gamma,
             return_norm_output=return_norm_output, return_input=return_input, tp_group=tp_group,
             sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
         )  # fmt: skip
-    options = _options(norm, eps, zero_centered_gamma)
     returns = return_norm_output, return_input or residual is not None
     layout = tp_layout(tp_group, by_row=False, sequence=sequence_parallel)
     use_triton = chosen == "triton" and x.numel() > 0
