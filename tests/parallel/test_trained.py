@@ -64,6 +64,7 @@ def test_ranks_that_train_other_parameters_are_found_and_so_is_memory_that_moved
     for rank in found:
         rule = "parameters that require a gradient must be the same, .* on all ranks of group, but its rank 0 has weights.0 where"
         assert re.match(rule, rank["said"]["validated"])
+        assert "that require a gradient" in rank["said"]["unfrozen"] and "rank 0 has weights.1 where" in rank["said"]["unfrozen"]
         for kind in KINDS:
             assert "must stay where they were put with shard=True, but weights.0 has other memory" in rank["said"][kind]
 
@@ -168,6 +169,37 @@ def test_a_state_of_a_weight_that_was_unfrozen_later_comes_back(dtype):
         optimizer_of.load_state_dict(late)
         step(mine, optimizer_of, *each)
     assert torch.equal(trained, again) and torch.equal(frozen, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_is_loaded_right_after_a_weight_is_unfrozen(kind):
+    """Before a `zero_`: the reduction waits for the weight's gradient all the same."""
+    whole = [nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(32))]
+    state = KINDS[kind](MainGrads(whole)).state_dict()
+    trained, other, main_grads = two()
+    optimizer = KINDS[kind](main_grads)
+    other.requires_grad_()
+    optimizer.load_state_dict(state)
+    (trained.sum() + 2 * other.sum()).backward()
+    main_grads.finish()
+    assert (other.main_grad == 2).all()
+
+
+def test_masters_are_written_right_after_a_weight_is_unfrozen():
+    _, other, main_grads = two()
+    optimizer = AdamW(main_grads)
+    other.requires_grad_()
+    optimizer.set_masters([("parameter 1", torch.full((32,), 3.0))])
+    assert (other == 3).all()
+
+
+def test_steps_made_count_for_what_was_trained_only():
+    trained, other, main_grads = two()
+    optimizer = AdamW(main_grads)
+    optimizer.set_step(1000)
+    other.requires_grad_()
+    step(main_grads, optimizer, trained, other)
+    assert optimizer.state[trained]["step"] == 1001 and optimizer.state[other]["step"] == 1
 
 
 # ---- from which weights ----

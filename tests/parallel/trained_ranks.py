@@ -282,6 +282,9 @@ def disagreements(rank):
     layers.weights[0].requires_grad_(rank == 0)
     with onepass.validate():
         found["validated"] = said(main_grads.finish)
+        layers.weights[0].requires_grad_()
+        layers.weights[1].requires_grad_(rank == 0)  # it gets memory, where the ranks agree
+        found["unfrozen"] = said(main_grads.zero_)
     for kind in KINDS:
         training = made(kind, FP32, shard=True)
         training.layers.weights[0].data = training.layers.weights[0].data.clone()

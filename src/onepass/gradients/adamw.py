@@ -246,7 +246,8 @@ class AdamW(torch.optim.Optimizer):
     def masters(self) -> Iterator[State]:
         """Yield what a checkpoint keeps of this rank: a parameter's name, "master", "exp_avg" or "exp_avg_sq", the fp32 numbers,
         and their start and stop in the flattened parameter. Masters of bf16 weights are copies, made one at a time; the other
-        tensors are those that `step` uses."""
+        tensors are those that `step` uses. Write masters by `set_master`: in place, that of an fp16 weight is lost at the next
+        call, which takes the weight again."""
         self._follow()
         for piece in self._pieces:
             for kind in KINDS:
@@ -297,6 +298,8 @@ class AdamW(torch.optim.Optimizer):
     def set_masters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole fp32 masters by their parameters' names, of which this rank takes what it steps. Unknown names are ignored.
         Weights follow, on all ranks."""
+        self._main_grads.follow()
+        self._follow()
         pieces: dict[str, list[_ParameterShard]] = {}
         for piece in self._pieces:
             pieces.setdefault(piece.name, []).append(piece)
@@ -306,9 +309,9 @@ class AdamW(torch.optim.Optimizer):
         self.publish()
 
     def set_step(self, step: int) -> None:
-        """Set the number of steps made."""
-        for stepper in self._steppers.values():
-            stepper.steps.fill_(step)
+        """Set the number of steps made, of parameters that have state. One that is unfrozen later begins anew."""
+        for piece in self._pieces:
+            self.state[piece.parameter]["step"].fill_(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim.AdamW's state with each weight in fp32 as "master", a copy for bf16; with shard this rank's."""

@@ -38,10 +38,17 @@ class Bucket:
     flat: Tensor
     mine: Tensor  # the part of flat that this rank reduces: all of it, or its shard
     first: int  # where in flat `mine` begins
-    missing: dict[int, Any] = field(default_factory=dict)  # parameters whose last microbatch's gradient has not come, by id
+    missing: dict[int, Any] = field(init=False)  # parameters whose last microbatch's gradient has not come, by id
     held: set[int] = field(default_factory=set)  # parameters with deferred gradients, which come after backward
     streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)  # on which gradients were added
     work: Any = None  # the reduction under way
+
+    def __post_init__(self) -> None:
+        self.expect_all()
+
+    def expect_all(self) -> None:
+        """Note that the step's gradients are all to come."""
+        self.missing = {id(place.parameter): place.parameter for place in self.places}
 
     def parts(self) -> Iterator[tuple[BucketSlice, int, int]]:
         """Yield the overlap of `mine` with each parameter, as a stretch of flat."""

@@ -155,6 +155,9 @@ class MainGrads:
                     f"parameters must stay the same tensors, but {name} was swapped for another, as by torch.utils.swap_tensors: "
                     "close() this MainGrads, and make it and its optimizer anew"
                 )
+        if validating() and self.group is not None:  # before memory is given: the ranks agree on that, too
+            trained = [name for name, parameter in self.given if parameter.requires_grad]
+            check_alike("parameters that require a gradient", trained, self.group)
         unplaced = self._unplaced()
         if unplaced:
             if is_capturing(self.buffers[0]):
@@ -266,7 +269,7 @@ class MainGrads:
         self._finished = False
         self._clear = None
         for bucket in self.buckets:
-            bucket.missing = {id(place.parameter): place.parameter for place in bucket.places}
+            bucket.expect_all()
             bucket.held.clear()
             bucket.streams.clear()
             for place in bucket.places:
@@ -308,9 +311,6 @@ class MainGrads:
 
     def _choose_trained(self) -> None:
         """Take those parameters into the step that require a gradient now."""
-        if validating() and self.group is not None:
-            trained = [name for name, parameter in self.given if parameter.requires_grad]
-            check_alike("parameters that require a gradient", trained, self.group)
         self.follow()
         self.trained = {id(parameter) for _, parameter in self.named if parameter.requires_grad}
         if (step := current_step()) is not None:

@@ -137,7 +137,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the model's weights, as `step` does. Call it after writing masters by other means."""
+        """Round the masters into the model's weights, as `step` does. Call it after writing masters by other means, before
+        any other call: those take the masters from the weights again."""
         if self._copies:
             wide, rounded = map(list, zip(*self._copies, strict=True))
             torch._foreach_copy_(rounded, wide)
@@ -156,7 +157,7 @@ class MasterWeights:
         """Yield each parameter that this rank steps, its master, and where in the flattened parameter the master begins.
 
         The master is fp32 and the key of its state in `optimizer.state`. It has the parameter's shape, or with shard is a
-        one-dimensional stretch. After writing to it call `publish`.
+        one-dimensional stretch. After writing to it call `publish`. Until then any other call takes the weights again.
         """
         self._follow()
         for master in self._masters.values():
