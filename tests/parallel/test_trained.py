@@ -13,7 +13,7 @@ from torch import nn
 
 import onepass
 from onepass.kernels.language import triton
-from onepass.parallel import AdamW, MainGrads, MasterWeights
+from onepass.parallel import AdamW, MainGrads, MasterWeights, ShardedAdamW
 
 needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
 
@@ -200,6 +200,17 @@ def test_steps_made_count_for_what_was_trained_only():
     other.requires_grad_()
     step(main_grads, optimizer, trained, other)
     assert optimizer.state[trained]["step"] == 1001 and optimizer.state[other]["step"] == 1
+
+
+def test_a_parameter_that_leaves_its_states_device_raises():
+    """As by `module.to`, after the optimizer was made."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = ShardedAdamW([weight])
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(4, device="meta")))
+    weight.grad = torch.ones(4, device="meta")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"made, cpu, but one of 4 numbers is on meta .* after moving the model"):
+            optimizer.step()
 
 
 # ---- from which weights ----

@@ -213,7 +213,7 @@ class AdamW(torch.optim.Optimizer):
                 piece.stretch = piece.stretch._replace(weight=_flat(piece.name, piece.parameter))
         stepped = [piece.stretch for piece in self._pieces if id(piece.parameter) in trained]
         for device, stepper in self._steppers.items():
-            stepper.lay([stretch for stretch in stepped if stretch.weight.device == device])
+            stepper.lay([stretch for stretch in stepped if stretch.exp_avg.device == device])
         self._where = [*self._places()]  # with shard new ones have moved
 
     def _places(self) -> Iterator[tuple[int, bool, bool]]:

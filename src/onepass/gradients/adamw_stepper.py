@@ -34,6 +34,13 @@ class AdamWStepper:
         self.batches: list[AdamWBatch] = []
 
     def lay(self, stretches: list[AdamWSlice]) -> None:
+        for stretch in stretches:
+            if stretch.weight.device != self.device:
+                raise RuntimeError(
+                    f"parameters must stay on the device where their optimizer was made, {self.device}, but one of "
+                    f"{stretch.weight.numel()} numbers is on {stretch.weight.device} by now: make the "
+                    "optimizer after moving the model"
+                )
         self.stretches, self.batches = stretches, batches_of(stretches)
         rows = [(row, self.group_of[row]) for row in dict.fromkeys(stretch.row for stretch in stretches)]
         self.rows = torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(self.device)

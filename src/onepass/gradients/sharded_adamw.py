@@ -116,7 +116,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             self.state[parameter] = {"step": self._step_of(shard), **moments}
 
     def _step_of(self, shard: _Shard) -> Tensor:
-        return self._steppers[shard.weight.device].counts[shard.row]
+        return self._steppers[shard.moments[0].device].counts[shard.row]
 
     # ---- a step ----
 
@@ -166,7 +166,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             number, first = firsts.setdefault(storage_id(grad), (len(firsts), int(grad.storage_offset())))
             layout.append((shard.weight.data_ptr(), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
         for device, stepper in self._steppers.items():
-            mine = [stretch for stretch in stretches if stretch.weight.device == device]
+            mine = [stretch for stretch in stretches if stretch.exp_avg.device == device]
             (stepper.move_gradients if layout == self._layout else stepper.lay)(mine)
         self._layout = layout
 
