@@ -113,6 +113,27 @@ def test_a_file_gives_the_same_run_and_flags_count_more(tmp_path, corpus):
     assert losses(third) != losses(first)
 
 
+def test_settings_come_through_a_pipe(tmp_path, corpus, monkeypatch, capsys):
+    """As from `--config <(command)`. Of several ranks one would leave the others nothing."""
+
+    def run(folder):
+        read, write = os.pipe()
+        os.write(write, b"seq_length: 8\n")
+        os.close(write)
+        more = "--config", f"/dev/fd/{read}", "--train-iters", "1", "--no-table", "--no-fusion-table", "--samples", "0"
+        try:
+            return main(["train", "--device", "cpu", "--data", str(corpus), "--run-dir", str(folder), *more])
+        finally:
+            os.close(read)
+
+    assert run(tmp_path / "run") == 0
+    assert read_yaml(tmp_path / "run" / "config.yaml")["seq_length"] == 8
+    capsys.readouterr()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(tmp_path / "other") == 2
+    assert re.search(r"--config /dev/fd/\d+ can't be read: it must be a file, but is a named pipe\n$", capsys.readouterr().err)
+
+
 def test_a_folder_that_has_a_run_is_left_alone(tmp_path, corpus, capsys):
     assert train(corpus, "--run-dir", tmp_path, "--no-table", "--no-fusion-table", "--samples", 0) == 0
     before = (tmp_path / "log.csv").read_text()

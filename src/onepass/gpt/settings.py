@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from onepass.runtime.install_hint import install_hint
-from onepass.runtime.regular_file import read_regular
+from onepass.runtime.regular_file import read_regular, read_regular_or_pipe
 
 S = TypeVar("S", bound="Settings")
 
@@ -133,9 +133,14 @@ def _taken_apart(hint: Any) -> tuple[tuple[str, ...], type, bool]:
 # ---- YAML ----
 
 
-def read_yaml(path: str | Path, flags: Iterable[Flag] = ()) -> dict[str, Any]:
-    """Read settings. A key is a field's name or its flag's name: `norm_epsilon` is `layernorm_epsilon`."""
-    values = _yaml().load(read_regular(Path(path)).decode(), Loader=_loader())
+def read_yaml(path: str | Path, flags: Iterable[Flag] = (), *, pipe: bool = False) -> dict[str, Any]:
+    """Read settings. A key is a field's name or its flag's name: `norm_epsilon` is `layernorm_epsilon`.
+
+    Args:
+        pipe: take a named pipe, too, and wait for who writes it.
+    """
+    data = read_regular_or_pipe(Path(path)) if pipe else read_regular(Path(path))
+    values = _yaml().load(data.decode(), Loader=_loader())
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings, one a line, as `hidden_size: 768`, but is {values!r:.50}")
     fields = {flag.on.removeprefix("--").replace("-", "_"): flag.field for flag in flags}

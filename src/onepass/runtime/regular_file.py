@@ -1,4 +1,4 @@
-"""Open a file that other people may have put there: a regular one, or none."""
+"""Open files: regular ones alone where other people may have put them there, pipes too where the user names them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def open_regular(path: Path) -> FileIO:
 def read_regular(path: Path) -> bytes:
     with open_regular(path) as file:
         return file.read()
+
+
+def read_regular_or_pipe(path: Path) -> bytes:
+    """Read a file that the user names, which may be `<(command)`. A pipe is waited for."""
+    if stat.S_ISFIFO(os.stat(path).st_mode):
+        return path.read_bytes()
+    return read_regular(path)
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -37,6 +37,7 @@ from onepass.train.threads import CpuThreads
 _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a GPT on text files, by default a small one on Python's own library, which takes a CPU two to three minutes. "
@@ -133,7 +134,7 @@ def _settings(args: argparse.Namespace, device: torch.device, resume: Path | Non
     if written is None and device.type == "cuda":
         values = {"params_dtype": "bf16", "log_interval": 10} | values
     if written is not None:
-        values |= _from_file(written, names)
+        values |= _from_file(written, names, pipe=args.config is not None and ranks_there() == 1)
     values |= {name: value for name, value in vars(args).items() if name in names}
     if values.get("pipeline_model_parallel_size", 1) != 1:  # embedding and output layer are in different stages
         values.setdefault("untie_embeddings_and_output_weights", True)
@@ -143,9 +144,10 @@ def _settings(args: argparse.Namespace, device: torch.device, resume: Path | Non
         raise CommandError(str(error)) from None
 
 
-def _from_file(path: Path, names: set[str]) -> dict[str, Any]:
+def _from_file(path: Path, names: set[str], pipe: bool) -> dict[str, Any]:
+    """Read settings. Several ranks take no pipe, of which one would leave the others nothing."""
     try:
-        values = read_yaml(path, (*Config.flags(), *Options.flags()))
+        values = read_yaml(path, (*Config.flags(), *Options.flags()), pipe=pipe)
     except OSError as error:
         raise CommandError(f"--config {path} can't be read: {error.strerror}") from None
     except Exception as error:  # PyYAML raises many types
