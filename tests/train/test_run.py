@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
 from onepass.train import checkpoint
+from onepass.train.checkpoint.folders import index_json
 from onepass.train.command import _say_where, _settle
 from onepass.train.layout import ParallelLayout
 from onepass.train.loop import TrainRun
@@ -156,6 +158,33 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, corpus, more):
     assert [row["step"] for row in log(half)] == list("012345")
     assert losses(half) == losses(whole)
     assert [row["eval_loss"] for row in log(half)] == [row["eval_loss"] for row in log(whole)]
+
+
+def test_a_resumed_run_of_before_norm_fusion_keeps_its_norms(tmp_path, corpus, capsys):
+    """persist_layer_norm: false meant PyTorch's norms then, and changes nothing in a run of today."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    quick = "--no-table", "--no-fusion-table", "--samples", 0, "--train-iters"
+    assert train(corpus, "--run-dir", old, "--no-persist-layer-norm", "--no-norm-fusion", *quick, 1) == 0
+    assert "persist_layer_norm" not in capsys.readouterr().out
+    assert train(corpus, "--run-dir", new, "--no-persist-layer-norm", *quick, 1) == 0
+    assert "persist_layer_norm changes nothing: norms are onepass's" in capsys.readouterr().out
+    for run in (old, new):
+        file = run / "config.yaml"
+        file.write_text(re.sub(r"norm_fusion: \w+\n", "", file.read_text(), count=1))
+    file = checkpoint.find(old) / "checkpoint.json"
+    index = json.loads(file.read_text())
+    del index["checksum"], index["config"]["norm_fusion"]
+    file.write_text(index_json(index))
+
+    def fused(*more):
+        assert main(["train", "--device", "cpu", *map(str, [*more, *quick, 2])]) == 0
+        return read_yaml(tmp_path / "resumed" / "config.yaml")["norm_fusion"]
+
+    resumed = "--run-dir", tmp_path / "resumed", "--resume"
+    assert not fused(*resumed, old)
+    assert not fused(*resumed, old, "--config", old / "config.yaml")
+    assert fused(*resumed, old, "--norm-fusion")
+    assert fused(*resumed, new)
 
 
 def test_both_curves(tmp_path, corpus, capsys):

@@ -36,6 +36,7 @@ from onepass.train.threads import CpuThreads
 
 _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
+_PERSIST = "persist_layer_norm changes nothing: norms are onepass's, and PyTorch's with --no-norm-fusion. "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +135,8 @@ def _settings(args: argparse.Namespace, device: torch.device, resume: Path | Non
     if written is None and device.type == "cuda":
         values = {"params_dtype": "bf16", "log_interval": 10} | values
     if written is not None:
-        values |= _from_file(written, names, pipe=args.config is not None and ranks_there() == 1)
+        ours = _from_file(written, names, pipe=args.config is not None and ranks_there() == 1)
+        values |= ours if resume is None else checkpoint.renamed(resume, ours)
     values |= {name: value for name, value in vars(args).items() if name in names}
     if values.get("pipeline_model_parallel_size", 1) != 1:  # embedding and output layer are in different stages
         values.setdefault("untie_embeddings_and_output_weights", True)
@@ -298,10 +300,11 @@ def _introduction(config: Config, options: Options, layout: ParallelLayout, fold
     sizes = f"tensor {layout.tensor.size} x data {layout.data.size} x pipeline {layout.pipeline.size}"
     ranks = f", {layout.ranks} ranks: {sizes}" if layout.ranks > 1 else ""
     precision = f"{said} " if (said := describe_precision(config, layout.device)) else ""
+    norms = "" if config.persist_layer_norm or not config.norm_fusion else _PERSIST
     return (
         f"A GPT of {config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype} trains for "
         f"{counted(options.train_iters, 'step')} of {size} x {options.seq_length} tokens, on {device}{ranks}. "
-        f"{precision}Its files are in {folder}."
+        f"{precision}{norms}Its files are in {folder}."
     )
 
 

@@ -12,6 +12,6 @@ torch.distributed.checkpoint plans which rank writes and reads what. Nothing is 
 """
 
 from onepass.train.checkpoint.folders import find, run_of
-from onepass.train.checkpoint.saved import check, check_vocabulary, describe_scales, load, save
+from onepass.train.checkpoint.saved import check, check_vocabulary, describe_scales, load, renamed, save
 
-__all__ = ["check", "check_vocabulary", "describe_scales", "find", "load", "run_of", "save"]
+__all__ = ["check", "check_vocabulary", "describe_scales", "find", "load", "renamed", "run_of", "save"]

@@ -94,6 +94,14 @@ def check(path: Path, config: Config) -> dict[str, Any]:
     return index
 
 
+def renamed(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a resumed run's settings under today's names. Before there was norm_fusion, persist_layer_norm had its meaning."""
+    if settings.get("persist_layer_norm") is not False or "norm_fusion" in settings:
+        return settings
+    saved = folders.read_index_or_advise(path).get("config")
+    return settings if isinstance(saved, dict) and "norm_fusion" in saved else settings | {"norm_fusion": False}
+
+
 def describe_scales(path: Path, config: Config) -> str | None:
     """Return what a run in eight bits says of a checkpoint that doesn't have all of its scales, or None."""
     return scales_there(folders.read_index(path)["tensors"], config)
