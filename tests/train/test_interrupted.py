@@ -301,6 +301,16 @@ def test_a_lock_that_goes_while_another_process_opens_it_is_none(tmp_path, monke
             pass
 
 
+def test_a_filesystem_on_which_no_file_is_itself_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock.os.path, "samestat", lambda one, other: next(asked))
+    asked = iter([False] * 1000)  # a StopIteration after
+    run = tmp_path / "run"
+    with pytest.raises(CommandError) as refused, locked(run, ParallelLayout(torch.device("cpu")), print):
+        pass
+    assert str(refused.value).startswith(f"{run}/.lock must be the file that was opened and locked, but is another one each time: ")
+    assert "give --run-dir a folder on another one" in str(refused.value)
+
+
 def test_a_filesystem_without_locks_is_said(tmp_path, monkeypatch):
     def refuse(number, how):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -15,6 +15,7 @@ from onepass.train.layout import ParallelLayout
 
 _NAME = ".lock"
 _MOST = 200  # bytes of another process's name
+_TRIES = 100  # each takes an owner that ends between two system calls of ours
 
 
 @contextmanager
@@ -45,7 +46,7 @@ class _Lock:
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         said = None
-        while said is None and not self._owned:
+        for _ in range(_TRIES):
             self._close()
             self._number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             check_regular(self.path, os.fstat(self._number).st_mode)
@@ -57,6 +58,13 @@ class _Lock:
             except OSError as error:
                 said = f"warning: {self.folder} can't be locked ({error.strerror}): a second run in it would not be refused"
             self._owned = self._is_there(self._number)  # its last owner may have removed what was opened
+            if self._owned or said is not None:
+                break
+        else:
+            raise CommandError(
+                f"{self.path} must be the file that was opened and locked, but is another one each time: its filesystem can't lock "
+                "this run's folder; give --run-dir a folder on another one"
+            )
         assert self._number is not None
         with suppress(OSError):  # on a full disk it has no name
             os.ftruncate(self._number, 0)
