@@ -307,7 +307,7 @@ def test_a_filesystem_on_which_no_file_is_itself_is_one_line(tmp_path, monkeypat
     run = tmp_path / "run"
     with pytest.raises(CommandError) as refused, locked(run, ParallelLayout(torch.device("cpu")), print):
         pass
-    assert str(refused.value).startswith(f"{run}/.lock must be the file that was opened and locked, but is another one each time: ")
+    assert str(refused.value).startswith(f"{run}/.lock must be the file that was opened, but is another one each time: ")
     assert "give --run-dir a folder on another one" in str(refused.value)
 
 

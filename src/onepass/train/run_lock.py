@@ -62,7 +62,7 @@ class _Lock:
                 break
         else:
             raise CommandError(
-                f"{self.path} must be the file that was opened and locked, but is another one each time: its filesystem can't lock "
+                f"{self.path} must be the file that was opened, but is another one each time: its filesystem can't lock "
                 "this run's folder; give --run-dir a folder on another one"
             )
         assert self._number is not None
