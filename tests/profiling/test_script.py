@@ -247,11 +247,45 @@ def test_what_cannot_be_done_is_said_in_one_line(options, message, capsys):
     assert len(err.splitlines()) == 1
 
 
+STEPS = """
+import sys
+import torch
+
+x = torch.nn.Parameter(torch.ones(4, 4))
+optimizer = torch.optim.SGD([x])
+for step in range(int(sys.argv[1])):
+    (x @ x).sum().backward()
+    try:
+        optimizer.step()
+    except Exception:
+        print("swallowed")
+    print("step", step)
+"""
+
+
+def test_one_of_several_ranks_counts_optimizer_steps(tmp_path, capsys, monkeypatch):
+    """A clock would end each rank's script at another step, and the others would wait for it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = tmp_path / "steps.py"
+    path.write_text(STEPS)
+    status, out, err = run(capsys, path, 50)
+    assert status == 0
+    assert "one of several ranks: recording optimizer steps 4 to 8 in place of seconds" in err
+    assert "step 6\n" in out and "step 7\n" not in out and "swallowed" not in out
+    assert next(line for line in out.splitlines() if line.startswith("aten::mm")).split()[1] == "15"  # forward, and two gradients
+    assert "step 1\n" not in run(capsys, "--skip", 0, "--steps", 2, path, 50)[1]
+    status, out, err = run(capsys, path, 2)
+    assert status == 2 and "the script made 2 optimizer steps, and recording begins after --skip 3; --seconds 0" in err
+    assert run(capsys, path, 4)[0] == 0  # less than was asked for, but something
+
+
 def test_no_clock_ends_a_script_of_several_ranks(script, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    status, out, err = run(capsys, script, 5)
+    status, out, err = run(capsys, "--seconds", 20, script, 5)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "--seconds must be 0 for one of 2 ranks, but is 20: " in err and "--function NAME counts calls" in err
+    assert "--seconds must be 0 for one of 2 ranks, but is 20: " in err and "without it --steps counts optimizer steps" in err
+    status, out, err = run(capsys, "--skip-first", 3, script, 5)
+    assert (status, out) == (2, "") and "--skip-first needs --seconds 0 for one of 2 ranks" in err
     assert run(capsys, "--seconds", 0, script, 5)[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""Recorders of a script: WholeRecorder records all of it or some seconds, CallRecorder some calls of one function."""
+"""Recorders of a script: all of it or some seconds (WholeRecorder), some optimizer steps, or some calls of one function."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
 from onepass.profiling.labels import LabelCounter
@@ -73,6 +74,41 @@ class WholeRecorder:
         if self._recorded is None:
             raise CommandError(f"the script ended before --skip-first ({self._skip:g} s) was over")
         return described(self._recorded.trace(), None)
+
+
+class StepRecorder(WholeRecorder):
+    """Record a script after its first `skip` optimizer steps, for `steps` more: clocks would end ranks at different ones."""
+
+    def __init__(self, skip: int, steps: int) -> None:
+        super().__init__(0.0, 0.0)
+        self._first, self._last = skip, skip + steps
+        self._done = 0
+
+    def __enter__(self) -> None:
+        say(f"one of several ranks: recording optimizer steps {self._first + 1} to {self._last} in place of seconds")
+        self._hook = register_optimizer_step_post_hook(self._count)
+        if not self._first:
+            self._start()
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        self._stop()
+
+    def _count(self, *_: object) -> None:
+        self._done += 1
+        if self._done == self._first:
+            self._start()
+        if self._done >= self._last:
+            self._stop()
+            raise RecordingDone
+
+    def profile(self) -> Profile:
+        if self._recorded is None:
+            raise CommandError(
+                f"the script made {self._done} optimizer steps, and recording begins after --skip {self._first}; "
+                "--seconds 0 records all of it"
+            )
+        return super().profile()
 
 
 class CallRecorder:

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from onepass.profiling.model import Profile
-from onepass.profiling.recorders import CallRecorder, RecordingDone, WholeRecorder, say
+from onepass.profiling.recorders import CallRecorder, RecordingDone, StepRecorder, WholeRecorder, say
 from onepass.runtime.errors import CommandError, check_output
 from onepass.runtime.install_hint import install_hint
 
 _DECORATOR = "__onepass_profiled__"
+_SECONDS = 20.0  # of a script on one rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--function", metavar="NAME",
         help="only calls of this function of the script's, such as train_step or Trainer.step; the script ends after the last",
     )  # fmt: skip
-    parser.add_argument("--skip", metavar="N", type=_count, default=3, help="calls of NAME that warm up (%(default)s)")
     parser.add_argument(
-        "--steps", metavar="N", type=_positive, default=5, help="calls of NAME timed, then recorded (%(default)s)"
+        "--skip", metavar="N", type=_count, default=3, help="calls of NAME, or optimizer steps, that warm up (%(default)s)"
     )
+    parser.add_argument(
+        "--steps", metavar="N", type=_positive, default=5,
+        help="calls of NAME timed, then recorded (%(default)s); of several ranks without --function, optimizer steps recorded",
+    )  # fmt: skip
     parser.add_argument("--skip-first", metavar="SECONDS", type=_seconds, default=0.0, help="without --function: begin later")
     parser.add_argument(
-        "--seconds", metavar="SECONDS", type=_seconds, default=20.0,
-        help="without --function: record so long, then end the script (%(default)s; 0: all of it)",
+        "--seconds", metavar="SECONDS", type=_seconds,
+        help=f"without --function: record so long, then end the script ({_SECONDS:g}; 0: all of it; of several ranks: --steps)",
     )  # fmt: skip
     parser.add_argument("--top", metavar="N", type=_positive, default=15, help="rows of the table (%(default)s)")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the timeline (.png, .svg, .pdf)")
@@ -80,11 +84,7 @@ _count.__name__, _positive.__name__, _seconds.__name__ = "number", "number of at
 
 def run(args: argparse.Namespace) -> int:
     _check_outputs(args)
-    if not args.function and args.seconds and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise CommandError(
-            f"--seconds must be 0 for one of {ranks} ranks, but is {args.seconds:g}: a clock of each would end the script at "
-            "different steps, and ranks would wait for others for ever; --function NAME counts calls"
-        )
+    recorder = _recorder(args, int(os.environ.get("WORLD_SIZE", "1")))
     try:
         source = args.script.read_bytes()
     except OSError as error:
@@ -94,10 +94,8 @@ def run(args: argparse.Namespace) -> int:
     except SyntaxError:
         traceback.print_exc(limit=0)
         return 1
-    recorder: CallRecorder | WholeRecorder = WholeRecorder(args.skip_first, args.seconds)
     if args.function:
         _decorate(tree, args.function)
-        recorder = CallRecorder(args.function, args.skip, args.steps)
     status = _execute(tree, args, recorder)
     if status == 1:
         return status
@@ -107,6 +105,24 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("nothing that PyTorch ran was seen while recording")
     _show(profile, args)
     return status
+
+
+def _recorder(args: argparse.Namespace, ranks: int) -> CallRecorder | WholeRecorder:
+    """Return what records the script. Several ranks count: by clocks they would end at different steps, and wait for others."""
+    if args.function:
+        return CallRecorder(args.function, args.skip, args.steps)
+    if ranks == 1:
+        return WholeRecorder(args.skip_first, _SECONDS if args.seconds is None else args.seconds)
+    if args.seconds:
+        raise CommandError(
+            f"--seconds must be 0 for one of {ranks} ranks, but is {args.seconds:g}: a clock of each would end the script at "
+            "different steps, and ranks would wait for others for ever; without it --steps counts optimizer steps"
+        )
+    if args.seconds is not None:
+        return WholeRecorder(args.skip_first, 0.0)
+    if args.skip_first:
+        raise CommandError(f"--skip-first needs --seconds 0 for one of {ranks} ranks, as --skip counts optimizer steps")
+    return StepRecorder(args.skip, args.steps)
 
 
 # ---- output files: written at the end, but checked before the script runs ----
