@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
-from onepass.gpt.parts import plain_activation
+from onepass.gpt.parts import WholeWeight, plain_activation
 from onepass.nn.fp8_state import GroupedLayer
-from onepass.nn.norm import MarkedParameters
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import grouped_linear
@@ -47,24 +46,8 @@ def balance(probabilities: Tensor, k: int) -> Tensor:
 # ---- modules ----
 
 
-class Router(MarkedParameters):
+class Router(WholeWeight):
     """Each token's probabilities of the experts: a linear layer and a softmax, at least in fp32 whatever the model's dtype."""
-
-    weight: nn.Parameter
-    _marked = ("weight",)
-
-    def __init__(self, config: Config, start: Initializer, device: Any) -> None:
-        super().__init__()
-        assert config.num_moe_experts is not None
-        self.sequence_parallel, self.start = config.sequence_parallel, start.of("weight")
-        shape = config.num_moe_experts, config.hidden_size
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=config.dtype))
-        self.reset_parameters()
-        self.mark_parameters()
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.start(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -117,8 +100,9 @@ class MoE(nn.Module):
 
     def __init__(self, config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> None:
         super().__init__()
+        assert config.num_moe_experts is not None
         self.config, self.tp_group = config, tp_group
-        self.router = Router(config, start.of("router"), device)
+        self.router = Router(config, (config.num_moe_experts, config.hidden_size), start.of("router"), device)
         self.experts = Experts(config, tp_group, start.of("experts"), device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

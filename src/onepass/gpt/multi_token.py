@@ -18,9 +18,8 @@ from onepass.gpt.block import Block
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.packing import positions_in_rows
-from onepass.gpt.parts import make_norm, settled
+from onepass.gpt.parts import WholeWeight, make_norm, settled
 from onepass.gpt.positions import Tables
-from onepass.nn.norm import MarkedParameters
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.kept_rows import KeptRows
 
@@ -33,23 +32,8 @@ class DepthTargets(NamedTuple):
     rows: KeptRows | None  # those that have a loss, where that is asked
 
 
-class Projection(MarkedParameters):
+class Projection(WholeWeight):
     """A linear layer that each rank has whole."""
-
-    weight: nn.Parameter
-    _marked = ("weight",)
-
-    def __init__(self, config: Config, start: Initializer, device: Any) -> None:
-        super().__init__()
-        self.sequence_parallel, self.start = config.sequence_parallel, start.of("weight")
-        shape = config.hidden_size, 2 * config.hidden_size
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=config.dtype))
-        self.reset_parameters()
-        self.mark_parameters()
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.start(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.given(self.weight))
@@ -65,7 +49,7 @@ class MultiTokenLayer(nn.Module):
         super().__init__()
         norm = config, config.hidden_size, config.sequence_parallel, device
         self.enorm, self.hnorm = make_norm(*norm), make_norm(*norm)
-        self.eh_proj = Projection(config, start.of("eh_proj"), device)
+        self.eh_proj = Projection(config, (config.hidden_size, 2 * config.hidden_size), start.of("eh_proj"), device)
         precision = config.precision(config.num_layers - 1)  # as the last block
         self.transformer_layer = Block(config, tp_group, start.of("transformer_layer"), device, precision)
         self.final_layernorm = make_norm(*norm)

@@ -1,7 +1,7 @@
 """Parts of a block other than linear layers: norms, the activation, and the additions to the residual stream.
 
-Each part has two implementations with the same parameter names: a onepass op, and PyTorch operators. A flag of the configuration
-chooses.
+Each of these has two implementations with the same parameter names: a onepass op, and PyTorch operators. A flag of the
+configuration chooses. A weight that no rank divides is beside them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from onepass.gpt.config import Config
+from onepass.gpt.initializer import Initializer
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
-from onepass.nn.norm import LayerNorm, RMSNorm
+from onepass.nn.norm import LayerNorm, MarkedParameters, RMSNorm
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.dispatch import cast
 
 Norm = LayerNorm | RMSNorm
+
+# ---- a weight that each rank has whole ----
+
+
+class WholeWeight(MarkedParameters):
+    """The base class of modules whose one weight no rank divides."""
+
+    weight: nn.Parameter
+    _marked = ("weight",)
+
+    def __init__(self, config: Config, shape: tuple[int, int], start: Initializer, device: Any) -> None:
+        super().__init__()
+        self.sequence_parallel, self.start = config.sequence_parallel, start.of("weight")
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=config.dtype))
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.start(self.weight)
+
 
 # ---- norms (norm_fusion) ----
 
