@@ -4,8 +4,8 @@
     python benchmarks/fp8_weights.py --size 8B
 
 The scale takes one pass over the weight (2 bytes a number), codes by rows 3, transposed ones 3. "microbatch" is forward and
-backward of an MLP with fp32 main_grads; its weights' passes are in it, and stand beside it by themselves. A write of 512 MiB
-before each call empties the L2.
+backward of an MLP with fp32 main_grads; its weights' passes are in it, and stand beside it by themselves. Times are the GPU's
+own, each of a call that finds the L2 overwritten (onepass.runtime.ceilings).
 """
 
 import argparse
@@ -15,24 +15,11 @@ import torch
 
 import onepass
 from onepass.kernels.fp8_cast import cast_tensor
+from onepass.runtime.ceilings import clock_for
 from onepass.runtime.fp8 import E4M3, FP8Target
 
 SIZES = {"1B": (2048, 8192), "8B": (4096, 14336)}
 BF16 = torch.bfloat16
-
-
-def median_us(run, flush, rounds=25, unmeasured=8):
-    times = []
-    for _ in range(rounds + unmeasured):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        torch.cuda._sleep(400_000)  # the CPU is ahead: times are the GPU's
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return sorted(times[unmeasured:])[rounds // 2]
 
 
 def mlp_of(hidden, inner, precision):
@@ -48,7 +35,12 @@ def microbatch(mlp, x, dy):
     x.grad = None
 
 
-def measure(hidden, inner, flush):
+def measure(hidden, inner):
+    clock = clock_for(torch.device("cuda"))
+
+    def median_us(run):
+        return 1e3 * clock.median(lambda _: run())
+
     fp8, bf16 = mlp_of(hidden, inner, "fp8"), mlp_of(hidden, inner, None)
     weights = [parameter.detach() for parameter in fp8.parameters() if parameter.dim() == 2]
     numbers = sum(weight.numel() for weight in weights)
@@ -71,7 +63,7 @@ def measure(hidden, inner, flush):
     transposed = partial(passes, lambda weight: cast_tensor(weight, target, codes=False, turned=True))
     print(f"{hidden} -> 2 x {inner} -> {hidden}: {numbers / 1e6:.0f}M numbers")
     for what, run, moved in (("scale", scales, 2), ("codes by rows", rows, 3), ("transposed codes", transposed, 3)):
-        took = median_us(run, flush)
+        took = median_us(run)
         print(f"  weights' {what:24} {took:9.1f} us {moved * numbers / took / 1e6:8.2f} TB/s")
     for tokens in (16384, 4096, 1024):
         x = torch.randn(tokens, hidden, device="cuda", dtype=BF16).requires_grad_()
@@ -83,20 +75,19 @@ def measure(hidden, inner, flush):
             for _ in range(3):
                 microbatch(mlp, x, dy)
                 torch.cuda.synchronize()
-        took = [median_us(partial(microbatch, mlp, x, dy), flush) for mlp in (fp8, bf16)]
+        took = [median_us(partial(microbatch, mlp, x, dy)) for mlp in (fp8, bf16)]
         print(f"  microbatch of {tokens:6} tokens: fp8 {took[0]:9.1f} us, bf16 {took[1]:9.1f} us, {took[0] / took[1]:.3f}")
     with torch.no_grad():
         x = torch.randn(1, hidden, device="cuda", dtype=BF16)
-        took = [median_us(partial(mlp, x), flush) for mlp in (fp8, bf16)]
+        took = [median_us(partial(mlp, x)) for mlp in (fp8, bf16)]
         print(f"  one row without gradients: fp8 {took[0]:9.1f} us, bf16 {took[1]:9.1f} us")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1B")
-    flush = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     print(torch.cuda.get_device_name(), torch.__version__)
-    measure(*SIZES[parser.parse_args().size], flush)
+    measure(*SIZES[parser.parse_args().size])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/grouped.py                # all shapes
     python benchmarks/grouped.py --shape mixtral
 
-Rows are spread over the experts as a random router spreads them. Weights have an fp32 main_grad. A write of 512 MiB before each
-call empties the L2. Decibels are those of y against bf16's own.
+Rows are spread over the experts as a random router spreads them. Weights have an fp32 main_grad. Times are the GPU's own, each of
+a call that finds the L2 overwritten (onepass.runtime.ceilings). Decibels are those of y against bf16's own.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from onepass.kernels.fp8_cast import cast_columns, cast_rows
 from onepass.kernels.grouped_product import grouped_product, scaled_grouped_product, unfit_for_scaled_groups
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import grouped_linear
+from onepass.runtime.ceilings import clock_for
 
 SHAPES = {  # tokens, experts of a token, experts, hidden, inner
     "mixtral": (8192, 2, 8, 4096, 14336),
@@ -26,20 +27,7 @@ SHAPES = {  # tokens, experts of a token, experts, hidden, inner
 BF16 = torch.bfloat16
 
 
-def median_us(run, flush, rounds=15, unmeasured=4):
-    times = []
-    for _ in range(rounds + unmeasured):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return sorted(times[unmeasured:])[rounds // 2]
-
-
-def measure(name, flush):
+def measure(name, clock):
     tokens, k, experts, hidden, inner = SHAPES[name]
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -59,7 +47,7 @@ def measure(name, flush):
     print(f"\n{name}: {M} rows, {experts} experts, {hidden} -> 2 x {inner} -> {hidden}")
 
     def report(what, run, per=None):
-        took = median_us(run, flush)
+        took = 1e3 * clock.median(lambda _: run())
         print(f"  {what:44} {took:9.1f} us{'' if per is None else f'{per / took / 1e6:8.3f} TB/s'}")
 
     h = random(M, 2 * inner)
@@ -97,10 +85,10 @@ def main():
     unfit = unfit_for_scaled_groups((8, 64, 64), BF16, torch.device("cuda", torch.cuda.current_device()))
     if unfit is not None:
         raise SystemExit(unfit)
-    flush = torch.empty(1 << 29, device="cuda", dtype=torch.uint8)
+    clock = clock_for(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
     for name in SHAPES if args.shape is None else [args.shape]:
-        measure(name, flush)
+        measure(name, clock)
         torch.cuda.empty_cache()
 
 
