@@ -43,10 +43,10 @@ def main():
     parser.add_argument("--features", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=128256)
     args = parser.parse_args()
-    shape, device = (args.tokens, args.features, args.rows), torch.device("cuda")
+    device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(args.rows, args.features, device=device, dtype=torch.bfloat16)
-    ids = {kind: bench._ids(bench._case(kind, shape, weight.dtype), device, generator) for kind in KINDS}
+    ids = {kind: bench.ids_of(kind, args.tokens, args.rows, device, generator) for kind in KINDS}
     flush = torch.empty(1 << 29, device=device, dtype=torch.uint8)
     options = EmbeddingOptions(-1, 0, args.rows)
 

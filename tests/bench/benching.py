@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from onepass.bench import accuracy
 from onepass.bench.model import BenchCase, Call, Inputs
@@ -24,6 +25,19 @@ def bench(*arguments: str) -> int:
 def only(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *cases: BenchCase, **more: Any) -> None:
     """Restrict a case file to these cases."""
     monkeypatch.setattr(module, "BENCH", dataclasses.replace(module.BENCH, cases=lambda *_: list(cases), **more))
+
+
+def given(
+    module: ModuleType, shape: tuple[int, ...], variant: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[BenchCase, Inputs]:  # fmt: skip
+    """Return a case and its tensors."""
+    case = module.BENCH.case(variant, shape, dtype)
+    return case, module.BENCH.inputs(case, torch.device("cpu"), torch.Generator())
+
+
+def made(module: ModuleType, case: BenchCase, name: str = "onepass") -> Call:
+    """Return a contender's call."""
+    return next(contender for contender in module.BENCH.contenders(case) if contender.name == name).make(case)
 
 
 def wrong(module: ModuleType, case: BenchCase, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:

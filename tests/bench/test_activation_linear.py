@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from bench import benching
 from bench.benching import stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import activation_linear
-from onepass.bench.model import BenchCase, Inputs
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = activation_linear._case(variant, 20, 48, 32, torch.bfloat16)
-    return case, activation_linear._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, activation_linear, (20, 48, 32))
 
 
 class _ActLinear(torch.autograd.Function):

@@ -16,7 +16,7 @@ from onepass.bench import ahead, norm, runner
 from onepass.bench.model import BenchCase, Call, Contender
 from onepass.runtime.ceilings import clock_for
 
-CASE = norm._case("rms", 8, 16, torch.float32)
+CASE = norm.BENCH.case("rms", (8, 16), torch.float32)
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

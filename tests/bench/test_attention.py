@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench, only, stand_in, wrong
+from bench import benching
+from bench.benching import bench, made, only, stand_in, wrong
 
 from onepass.bench import attention, attention_options
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
@@ -17,11 +18,10 @@ from onepass.kernels.language import triton
 
 
 def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = attention._case(variant, (1 if "documents" in variant else 2, 9, 4, 4, 16), torch.bfloat16)
-    return case, attention._inputs(case, torch.device("cpu"), torch.Generator())
+    return benching.given(attention, (1 if "documents" in variant else 2, 9, 4, 4, 16), variant)
 
 
-@pytest.mark.parametrize("variant", list(attention._SHAPES))
+@pytest.mark.parametrize("variant", list(attention._GPU))
 def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -> None:
     case, inputs = given(variant)
     before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
@@ -36,7 +36,7 @@ def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what lacks a GPU")
 def test_kernels_for_gpus_are_named_where_there_is_none() -> None:
-    lacking = {variant: {c.name: c.lacks for c in attention.BENCH.contenders(given(variant)[0])} for variant in attention._SHAPES}
+    lacking = {variant: {c.name: c.lacks for c in attention.BENCH.contenders(given(variant)[0])} for variant in attention._GPU}
     assert lacking["turned"] == {
         "onepass": None, "rope + SDPA": None, "cuDNN frontend": "needs a GPU", "flash-attn 4": "needs a GPU",
         "cuDNN flex": "needs a GPU", "torch.compile": None,
@@ -78,7 +78,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask_plan: Any, 
     return torch.cat(rows).view_as(q)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in attention._SHAPES if variant != "softcap"])
+@pytest.mark.parametrize("variant", [variant for variant in attention._GPU if variant != "softcap"])
 def test_flex_attention_of_cudnn_is_called_rightly(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = given(variant)
     made: list[Any] = []
@@ -104,8 +104,8 @@ def test_the_keys_that_a_window_shows() -> None:
 
 
 def test_what_computes_something_else_is_wrong() -> None:
-    case, inputs = given("turned")
-    assert wrong(attention, case, inputs, lambda qkv, cos, sin: attention._ours(case)(qkv)) == ["y", "dqkv"]
+    (case, inputs), plain = given("turned"), made(attention, given("plain")[0])
+    assert wrong(attention, case, inputs, lambda qkv, cos, sin: plain(qkv)) == ["y", "dqkv"]
 
 
 @pytest.mark.usefixtures("one_round")

@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench
+from bench.benching import bench, made
 from torch import Tensor
 
 from onepass.bench import accuracy, bias_activation, command, gpu, options, record, registry, runner
+from onepass.bench.define import as_written
 from onepass.bench.model import BenchCase, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
 
 
 @pytest.fixture(autouse=True)
 def _one_tiny_case(monkeypatch: pytest.MonkeyPatch, one_round: None) -> None:
-    case = bias_activation._case("swiglu", 33, 40, torch.bfloat16)
+    case = bias_activation.BENCH.case("swiglu", (33, 40), torch.bfloat16)
     monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, cases=lambda *_: [case]))
 
 
@@ -119,7 +120,7 @@ def test_who_has_no_row_is_named_with_the_reason(
 
 def test_ours_being_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Eager rounds its intermediates: fine for a peer, not for us."""
-    eager = Contender("onepass", bias_activation._eager, ours=True)
+    eager = Contender("onepass", as_written(bias_activation._eager), ours=True)
     monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, contenders=lambda case: [eager]))
     assert bench("bias_activation") == 1
     assert "onepass is wrong, or raised, in swiglu 33x40" in capsys.readouterr().out
@@ -182,10 +183,10 @@ def test_every_case_file_fits_the_runner(op: str, device: str, quick: bool) -> N
 
 def test_a_row_nobody_wrote_is_seen() -> None:
     """One row of many, left as it was handed out: too small a part for a root mean square, but it was NaN."""
-    case = bias_activation._case("gelu", 4000, 64, torch.bfloat16)
-    inputs = bias_activation._inputs(case, torch.device("cpu"), torch.Generator())
-    got = accuracy.outputs(bias_activation._ours(case), inputs)
-    formula = bias_activation._formula(case)
+    case = bias_activation.BENCH.case("gelu", (4000, 64), torch.bfloat16)
+    inputs = bias_activation.BENCH.inputs(case, torch.device("cpu"), torch.Generator())
+    got = accuracy.outputs(made(bias_activation, case), inputs)
+    formula = bias_activation.BENCH.formula(case)
     right, baseline = accuracy.errors(formula, inputs, got, with_baseline=True)
     assert not accuracy.too_far(right, {name: 1.25 * error + 1e-6 for name, error in baseline.items()})
     got["dx"][17] = float("nan")
@@ -194,12 +195,12 @@ def test_a_row_nobody_wrote_is_seen() -> None:
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = bias_activation._case("geglu", 50, 8, torch.float32)
-    inputs = bias_activation._inputs(case, torch.device("cpu"), torch.Generator())
-    got = accuracy.outputs(bias_activation._eager(case), inputs)
-    whole, _ = accuracy.errors(bias_activation._formula(case), inputs, got, with_baseline=True)
+    case = bias_activation.BENCH.case("geglu", (50, 8), torch.float32)
+    inputs = bias_activation.BENCH.inputs(case, torch.device("cpu"), torch.Generator())
+    got = accuracy.outputs(made(bias_activation, case, "eager"), inputs)
+    whole, _ = accuracy.errors(bias_activation.BENCH.formula(case), inputs, got, with_baseline=True)
     monkeypatch.setitem(accuracy._CHUNK, "cpu", 16 * 7)  # seven rows at a time, and one left over
-    parts, _ = accuracy.errors(bias_activation._formula(case), inputs, got, with_baseline=True)
+    parts, _ = accuracy.errors(bias_activation.BENCH.formula(case), inputs, got, with_baseline=True)
     assert parts == pytest.approx(whole, rel=1e-9)
     assert max(parts.values()) < 1e-6
 
@@ -238,7 +239,7 @@ def test_the_picture_marks_what_it_cuts(tmp_path: Path, monkeypatch: pytest.Monk
     cut = picture._cut
     monkeypatch.setattr(picture, "_cut", lambda axis, at, limit: (marked.append(at), cut(axis, at, limit)))
     rows = [Measured("onepass", ours=True, forward_of_copy=1.02, backward_of_copy=0.9)]
-    result = CaseResult(bias_activation._tiny(bias_activation.BENCH.cases(torch.device("cpu"), torch.bfloat16, True)[0]),
+    result = CaseResult(bias_activation.BENCH.tiny(bias_activation.BENCH.cases(torch.device("cpu"), torch.bfloat16, True)[0]),
                         Measured("copy", forward_of_copy=1.39, backward_of_copy=2.08), rows)  # fmt: skip
     ran = record.BenchRun(torch.device("cpu"), torch.bfloat16, True, {}, ceilings.Ceilings(100.0, 1 << 20, None), cases=[result])
     picture.draw(ran, tmp_path / "run.png")
@@ -272,9 +273,9 @@ def _replayed(monkeypatch: pytest.MonkeyPatch, *times: float | Exception) -> Mea
 
     monkeypatch.setattr(gpu, "replay_us", replay)
     row = Measured("onepass")
-    case = bias_activation._case("gelu", 4, 8, torch.bfloat16)
-    inputs = bias_activation._inputs(case, torch.device("cpu"), torch.Generator())
-    lane = runner._lane("onepass", bias_activation._eager(case), inputs)
+    case = bias_activation.BENCH.case("gelu", (4, 8), torch.bfloat16)
+    inputs = bias_activation.BENCH.inputs(case, torch.device("cpu"), torch.Generator())
+    lane = runner._lane("onepass", made(bias_activation, case, "eager"), inputs)
     runner._replay(row, lane, ceilings.clock_for(torch.device("cpu")))
     return row
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from bench import benching
 from bench.benching import cute, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import bias_activation
-from onepass.bench.model import BenchCase, Inputs
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = bias_activation._case(variant, 20, 48, torch.bfloat16)
-    return case, bias_activation._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, bias_activation, (20, 48))
 
 
 class _Swiglu(torch.autograd.Function):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import bench, cute, only, stand_in, wrong
+from bench import benching
+from bench.benching import bench, cute, made, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import cross_entropy
-from onepass.bench.model import BenchCase, Inputs
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = cross_entropy._case(variant, 40, 96, torch.bfloat16)
-    return case, cross_entropy._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, cross_entropy, (40, 96))
 
 
 class _OverLogits(torch.autograd.Function):
@@ -74,8 +72,8 @@ def test_every_contender_is_called_rightly_and_leaves_the_logits(variant: str) -
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("smoothing")
-    assert wrong(cross_entropy, case, inputs, cross_entropy._ours(given("plain")[0]))
-    assert wrong(cross_entropy, case, inputs, lambda x, y: cross_entropy._ours(case)(x, y.clamp_min(0)))
+    assert wrong(cross_entropy, case, inputs, made(cross_entropy, given("plain")[0]))
+    assert wrong(cross_entropy, case, inputs, lambda x, y: made(cross_entropy, case)(x, y.clamp_min(0)))
 
 
 @pytest.mark.usefixtures("one_round")

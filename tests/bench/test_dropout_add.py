@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from bench import benching
 from bench.benching import stand_in
 from torch import Tensor
 
 from onepass.bench import accuracy, dropout_add
 from onepass.bench.model import BenchCase, Call, Inputs
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = dropout_add._case(variant, 40, 96, torch.bfloat16)
-    return case, dropout_add._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, dropout_add, (40, 96))
 
 
 def wrong(case: BenchCase, inputs: Inputs, call: Call, ours: bool) -> list[str]:

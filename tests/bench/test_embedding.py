@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from bench.benching import bench, only, wrong
+from bench import benching
+from bench.benching import bench, made, only, wrong
 
+import onepass
 from onepass.bench import embedding
-from onepass.bench.model import BenchCase, Inputs
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = embedding._case(variant, (400, 24, 90), torch.bfloat16)
-    return case, embedding._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, embedding, (400, 24, 90))
 
 
 @pytest.mark.parametrize("variant", embedding._VARIANTS)
@@ -28,15 +27,15 @@ def test_every_contender_is_called_rightly(variant: str) -> None:
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("words")
-    assert wrong(embedding, case, inputs, lambda ids, weight: embedding._ours(case)(ids.flip(0), weight))
+    assert wrong(embedding, case, inputs, lambda ids, weight: made(embedding, case)(ids.flip(0), weight))
     padded = int(inputs.tensors["ids"][0])
-    assert "dweight" in wrong(embedding, case, inputs, lambda *given: embedding.embedding(*given, padding_idx=padded))
+    assert "dweight" in wrong(embedding, case, inputs, lambda *given: onepass.embedding(*given, padding_idx=padded))
 
 
 def test_as_many_rows_are_looked_up_as_expected() -> None:
     for variant in ("words", "uniform", "alike"):
-        case = embedding._case(variant, (4000, 1, 3000), torch.bfloat16)
-        ids = embedding._ids(case, torch.device("cpu"), torch.Generator().manual_seed(0))
+        case = embedding.BENCH.case(variant, (4000, 1, 3000), torch.bfloat16)
+        ids = embedding.ids_of(variant, 4000, 3000, torch.device("cpu"), torch.Generator().manual_seed(0))
         expected = embedding._expected_rows(variant, 4000, 3000)
         assert abs(ids.unique().numel() - expected) <= 0.03 * expected
         assert case.backward_bytes == 2 * 4000 + 8 * 4000 + 8 * expected

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bench import benching
 from bench.benching import bench, only, stand_in, wrong
 from torch import Tensor
 from torch.nn import Parameter
 
-from onepass.bench import accuracy, activation_linear, command, fp8, linear, norm_linear, norm_mlp, products, registry, runner
+from onepass.bench import accuracy, activation_linear, command, define, fp8, linear, norm_linear, norm_mlp, registry, runner
 from onepass.bench.model import BenchCase, Contender, Inputs
 from onepass.runtime.ceilings import Ceilings, clock_for
 from onepass.runtime.errors import CommandError
@@ -25,13 +26,12 @@ pytestmark = pytest.mark.usefixtures("one_round")
 CPU = torch.device("cpu")
 MODULES = [linear, norm_linear, activation_linear, norm_mlp]
 WEIGHTS = {linear: ["weight"], norm_linear: ["weight"], activation_linear: ["weight"], norm_mlp: ["up", "down"]}
-named = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.OP)
+named = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.BENCH.op)
 
 
 def given(module: ModuleType) -> tuple[BenchCase, Inputs]:
     variant = {linear: "plain fp8", norm_linear: "rms fp8"}.get(module, "swiglu fp8")
-    case = module._case(variant, 32, 48, 64, torch.bfloat16)
-    return case, module._inputs(case, CPU, torch.Generator())
+    return benching.given(module, (32, 48, 64), variant)
 
 
 def row(module: ModuleType, case: BenchCase, name: str) -> Contender:
@@ -184,8 +184,10 @@ def test_what_is_timed_has_the_scales_of_a_step_before(monkeypatch: pytest.Monke
     known: list[bool] = []
     clock = clock_for(CPU)
 
+    stock = norm_mlp.BENCH.inputs
+
     def inputs(*options: Any) -> Inputs:
-        found = norm_mlp._inputs(*options)
+        found = stock(*options)
         weights[:] = found.tensors["up"], found.tensors["down"]
         return found
 
@@ -251,7 +253,7 @@ def test_a_run_is_set_against_onepass_in_its_own_type(
     rows = {each["contender"]: each for each in json.loads(data.read_text())["rows"]}
     assert set(rows) == {"copy", "onepass", "onepass current", "onepass row", "onepass bf16"}
     assert {each["reference"] for each in rows.values()} == {"onepass bf16"}
-    assert linear.BENCH.reference_of(linear._case("plain", 32, 48, 64, torch.bfloat16)) == "F.linear + add_"
+    assert linear.BENCH.reference_of(linear.BENCH.case("plain", (32, 48, 64), torch.bfloat16)) == "F.linear + add_"
     assert rows["onepass bf16"]["both_of_reference"] == 1
     both = {name: each["forward_ms"] + each["backward_ms"] for name, each in rows.items()}
     assert rows["onepass"]["both_of_reference"] == pytest.approx(both["onepass"] / both["onepass bf16"], rel=1e-3)
@@ -272,7 +274,7 @@ def test_a_row_in_eight_bits_that_is_wrong_fails_the_run(monkeypatch: pytest.Mon
 
 def test_a_gpu_without_eight_bits_has_no_such_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(products, "unfit_gpu", lambda device: "this one has 8.0")
+    monkeypatch.setattr(define, "unfit_gpu", lambda device: "this one has 8.0")
     found = {
         op: registry.load(op).cases(torch.device("cuda"), torch.bfloat16, False) for op in ("linear", "norm_mlp", "fp8_passes")
     }

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from bench.benching import bench, only, wrong
+from bench import benching
+from bench.benching import bench, made, only, wrong
 from torch import Tensor
 
 from onepass.bench import fp8_passes
-from onepass.bench.model import BenchCase, Call, Inputs, Result, outputs_of
+from onepass.bench.model import Call, Result, outputs_of
 
 every = pytest.mark.parametrize("variant", fp8_passes._WRITES)
 
 
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = fp8_passes._case(variant, 40, 32, torch.bfloat16)
-    return case, fp8_passes._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, fp8_passes, (40, 32))
 
 
 @every
@@ -34,7 +34,7 @@ def test_every_contender_is_called_rightly(variant: str) -> None:
 @every
 def test_each_output_is_checked_in_every_row(variant: str) -> None:
     case, inputs = given(variant)
-    call = fp8_passes._ours(case)
+    call = made(fp8_passes, case)
     for place, name in enumerate(fp8_passes._WRITES[variant]):
         assert wrong(fp8_passes, case, inputs, _without_a_row(call, place), ours=True) == [name]
 
@@ -51,14 +51,14 @@ def _without_a_row(call: Call, place: int) -> Call:
 def test_a_scale_that_is_another_row_s_is_wrong() -> None:
     case, inputs = given("norm by row")
     inputs.tensors["x"][7] *= 1000  # which a norm doesn't see
-    call = fp8_passes._ours(case)
+    call = made(fp8_passes, case)
     assert not wrong(fp8_passes, case, inputs, call, ours=True)
-    assert wrong(fp8_passes, case, inputs, fp8_passes._ours(given("norm")[0]), ours=True)
+    assert wrong(fp8_passes, case, inputs, made(fp8_passes, given("norm")[0]), ours=True)
 
 
 def test_the_bytes_of_a_number() -> None:
     moved = {
-        variant: fp8_passes._case(variant, 40, 32, torch.bfloat16).forward_bytes / (40 * 32) for variant in fp8_passes._WRITES
+        variant: given(variant)[0].forward_bytes / (40 * 32) for variant in fp8_passes._WRITES
     }
     assert moved == {
         "cast": 3, "cast by row": 3, "cast turned": 3, "cast both": 4, "norm": 3, "norm by row": 3, "norm turned": 3,

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from bench.benching import made
 from torch import Tensor
 
+import onepass
 from onepass.bench import gpu, norm, runner
 from onepass.bench.model import BenchCase, CaseResult, Contender
 from onepass.runtime.ceilings import Ceilings, clock_for
@@ -18,8 +20,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def test_what_is_kept_is_neither_input_nor_output() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    case = norm._case("rms+residual", 1024, 4096, torch.bfloat16)  # 8 MiB a tensor
-    inputs = norm._inputs(case, device, torch.Generator(device))
+    case = norm.BENCH.case("rms+residual", (1024, 4096), torch.bfloat16)  # 8 MiB a tensor
+    inputs = norm.BENCH.inputs(case, device, torch.Generator(device))
 
     def keeps_a_copy(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         h = x + residual
@@ -28,27 +30,22 @@ def test_what_is_kept_is_neither_input_nor_output() -> None:
     peak, kept = gpu.memory_mib(keeps_a_copy, inputs, device)
     assert 8 <= kept < 9
     assert peak > kept + 2 * 8
-    _, kept = gpu.memory_mib(norm._ours(case), inputs, device)
+    _, kept = gpu.memory_mib(made(norm, case), inputs, device)
     assert 0 <= kept < 0.1
 
 
 def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
-    case = norm._case("rms", 256, 4096, torch.bfloat16)
+    case = norm.BENCH.case("rms", (256, 4096), torch.bfloat16)
 
     def asks_the_gpu(case: BenchCase):  # type: ignore[no-untyped-def]
         def call(x: Tensor, weight: Tensor) -> Tensor:
             assert x.sum().item() == x.sum().item()
-            return norm.rms_norm(x, weight)
+            return onepass.rms_norm(x, weight)
 
         return call
 
-    contenders = [
-        Contender("waits", asks_the_gpu),
-        Contender("onepass", norm._ours, ours=True),
-        Contender("eager", norm._eager),
-        Contender("torch.compile", norm._compiled),
-    ]
+    contenders = [Contender("waits", asks_the_gpu), *norm.BENCH.contenders(case)[:3]]  # onepass, eager, torch.compile
     plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True)
     seeds = torch.Generator(clock.device)
     result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
@@ -65,12 +62,9 @@ def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
 
 def test_large_cases_are_not_timed_in_a_graph() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
-    case = norm._case("rms", 4096, 4096, torch.bfloat16)
-    plan = runner.BenchPlan(
-        dataclasses.replace(norm.BENCH, contenders=lambda _: [Contender("onepass", norm._ours, ours=True)]),
-        [case],
-        lambda _: True,
-    )
+    case = norm.BENCH.case("rms", (4096, 4096), torch.bfloat16)
+    ours = norm.BENCH.contenders(case)[:1]
+    plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: ours), [case], lambda _: True)
     seeds = torch.Generator(clock.device)
     result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
     assert result.rows[0].forward_graph_us is None
@@ -78,8 +72,8 @@ def test_large_cases_are_not_timed_in_a_graph() -> None:
 
 def test_a_quick_run_times_the_cpu_on_the_case_itself() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
-    case, ticks = norm._case("rms", 256, 4096, torch.bfloat16), []
-    contenders = [Contender("onepass", norm._ours, ours=True), Contender("eager", norm._eager)]
+    case, ticks = norm.BENCH.case("rms", (256, 4096), torch.bfloat16), []
+    contenders = norm.BENCH.contenders(case)[:2]  # onepass, eager
     plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True, quick=True)
     found = list(runner.measure(plan, clock, Ceilings(4000.0, 1 << 20, None), ticks.append))
     assert len(ticks) == plan.steps(clock.device)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from bench import benching
 from bench.benching import stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import linear
-from onepass.bench.model import BenchCase, Inputs
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = linear._case(variant, 20, 48, 32, torch.bfloat16)
-    return case, linear._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, linear, (20, 48, 32))
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool, dynamic_scheduler: bool = False) -> Tensor:

@@ -4,25 +4,25 @@ by sums over rows."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import bench, only, stand_in, wrong
+from bench import benching
+from bench.benching import bench, made, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import accuracy, linear_cross_entropy, report
-from onepass.bench.model import BenchCase, Call, CaseResult, Contender, Inputs, Measured
+from onepass.bench.model import BenchCase, Call, CaseResult, Contender, Measured
 
 variants = pytest.mark.parametrize("variant", ["mean", "main_grad", "grad_scale"])
 policies = pytest.mark.parametrize("variant", ["mean half", *linear_cross_entropy._POLICY])
 
 
-def given(variant: str, dtype: torch.dtype = torch.bfloat16) -> tuple[BenchCase, Inputs]:
-    case = linear_cross_entropy._case(variant, 40, 24, 96, dtype)
-    return case, linear_cross_entropy._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, linear_cross_entropy, (40, 24, 96))
 
 
 def _loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def test_an_old_pytorch_is_said_to_lack_it(monkeypatch: pytest.MonkeyPatch) -> N
 @variants
 def test_errors_are_of_sums_over_chunks_of_rows(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = given(variant)
-    ours = linear_cross_entropy._ours(case)
+    ours = made(linear_cross_entropy, case)
     whole = accuracy.judged(linear_cross_entropy.BENCH, case, inputs, accuracy.outputs(ours, inputs), True)
     monkeypatch.setitem(accuracy._CHUNK, "cpu", 7 * 96)  # rows of 96 logits, though no input has as many
     seen = []
@@ -133,13 +133,13 @@ def test_errors_are_of_sums_over_chunks_of_rows(variant: str, monkeypatch: pytes
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("mean")
-    ours = linear_cross_entropy._ours(case)
+    ours = made(linear_cross_entropy, case)
     assert wrong(linear_cross_entropy, case, inputs, lambda h, w, y: ours(h, w, (y + (y == y[0])) % 96)) != []
     off_by_little = wrong(linear_cross_entropy, case, inputs, lambda h, w, y: ours(h, w, y) * (1 + 4e-4), ours=True)
     assert "loss" in off_by_little  # though as a peer's it would pass
     assert not wrong(linear_cross_entropy, case, inputs, lambda h, w, y: ours(h, w, y) * (1 + 4e-4))
     case, inputs = given("grad_scale")
-    twice = linear_cross_entropy._ours(case)
+    twice = made(linear_cross_entropy, case)
     assert "dweight" in wrong(linear_cross_entropy, case, inputs, lambda *t: (twice(*t), twice(*t))[0], ours=True)
 
 

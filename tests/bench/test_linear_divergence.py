@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bench.benching import bench, only, stand_in, wrong
+from bench import benching
+from bench.benching import bench, made, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import accuracy, linear_divergence
-from onepass.bench.model import BenchCase, Inputs
 from onepass.ops.loss.linear_divergence import linear_divergence_reference
 
 variants = pytest.mark.parametrize("variant", linear_divergence.VARIANTS)
 
 
-def given(variant: str, dtype: torch.dtype = torch.bfloat16) -> tuple[BenchCase, Inputs]:
-    case = linear_divergence._case(variant, 40, 24, 32, 96, dtype)
-    return case, linear_divergence._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, linear_divergence, (40, 24, 32, 96))
 
 
 def _by_beta(heads: tuple[Tensor, ...], beta: float) -> Tensor:
@@ -60,7 +59,7 @@ def test_every_contender_is_called_rightly(variant: str) -> None:
 
 def test_errors_are_of_sums_over_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     case, inputs = given("jsd")
-    got = accuracy.outputs(linear_divergence._ours(case), inputs)
+    got = accuracy.outputs(made(linear_divergence, case), inputs)
     whole = accuracy.judged(linear_divergence.BENCH, case, inputs, got, True)
     monkeypatch.setitem(accuracy._CHUNK, "cpu", 7 * 96)
     chunked = accuracy.judged(linear_divergence.BENCH, case, inputs, got, True)
@@ -71,9 +70,9 @@ def test_errors_are_of_sums_over_chunks_of_rows(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("jsd")
-    ours = linear_divergence._ours(case)
+    ours = made(linear_divergence, case)
     assert "loss" in wrong(linear_divergence, case, inputs, lambda *heads: ours(*heads) * (1 + 1e-3), ours=True)
-    other = linear_divergence._ours(given("forward_kl")[0])
+    other = made(linear_divergence, given("forward_kl")[0])
     assert wrong(linear_divergence, case, inputs, other)
 
 
@@ -90,11 +89,11 @@ def test_a_run_is_set_against_the_floor(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_full_cases_are_those_of_a_gpu() -> None:
     cases = linear_divergence.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
-    assert [case.variant for case in cases[:4]] == list(linear_divergence.VARIANTS)
+    assert [case.variant for case in cases] == [variant for variant in linear_divergence.VARIANTS for _ in range(2)]
     assert cases[0].shape == (8192, 2048, 4096, 151936)
     student, teacher = (8192 + 151936) * 2048 * 2, (8192 + 151936) * 4096 * 2
     assert (cases[0].forward_bytes, cases[0].backward_bytes) == (student + teacher, 2 * student)
-    assert cases[3].backward_bytes == student + 8192 * 2048 * 2 + 151936 * 2048 * 8
+    assert cases[6].backward_bytes == student + 8192 * 2048 * 2 + 151936 * 2048 * 8
 
 
 def test_a_baseline_comes_in_parts_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

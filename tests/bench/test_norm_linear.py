@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import bench, only, stand_in, wrong
+from bench import benching
+from bench.benching import bench, made, only, stand_in, wrong
 from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench import accuracy, command, norm_linear, registry, runner
-from onepass.bench.model import BenchCase, Call, Contender, Inputs
+from onepass.bench.model import BenchCase, Call, Contender
 
 pytestmark = pytest.mark.usefixtures("one_round")
 
 
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = norm_linear._case(variant, 20, 48, 32, torch.bfloat16)
-    return case, norm_linear._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, norm_linear, (20, 48, 32))
 
 
 class _LayerNormLinear(torch.nn.Module):
@@ -50,9 +50,9 @@ def test_every_contender_is_called_rightly(variant: str, monkeypatch: pytest.Mon
 def test_ours_is_judged_by_a_product_of_what_is_stored() -> None:
     """Its baseline rounds the norm, as a product needs it, and so may ours; twice it may not."""
     case, inputs = given("rms")
-    got = accuracy.outputs(norm_linear._ours(case), inputs)
+    got = accuracy.outputs(made(norm_linear, case), inputs)
     _, allowed = accuracy.judged(norm_linear.BENCH, case, inputs, got, ours=True)
-    _, rounded_once = accuracy.errors(norm_linear._formula(case), inputs, got, with_baseline=True)
+    _, rounded_once = accuracy.errors(norm_linear.BENCH.formula(case), inputs, got, with_baseline=True)
     assert allowed["y"] > 1.25 * rounded_once["y"] + 1e-6
 
     def rounds_twice(x: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_a_run_is_set_against_the_two_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    only(monkeypatch, norm_linear, norm_linear._case("layer", 33, 32, 40, torch.bfloat16))
+    only(monkeypatch, norm_linear, norm_linear.BENCH.case("layer", (33, 32, 40), torch.bfloat16))
     data, picture = tmp_path / "run.json", tmp_path / "run.png"
     assert bench("norm_linear", "--json", str(data), "--plot", str(picture)) == 0
     rows = {row["contender"]: row for row in json.loads(data.read_text())["rows"]}
@@ -85,10 +85,11 @@ def test_a_reference_that_fails_leaves_no_ratio(tmp_path: Path, monkeypatch: pyt
     def fails(case: BenchCase) -> Call:
         raise RuntimeError("not today")
 
-    case = norm_linear._case("rms", 33, 32, 40, torch.bfloat16)
+    case = norm_linear.BENCH.case("rms", (33, 32, 40), torch.bfloat16)
+    contenders = norm_linear.BENCH.contenders
     only(
         monkeypatch, norm_linear, case,
-        contenders=lambda case: [Contender("onepass", norm_linear._ours, ours=True), Contender("separate", fails)],
+        contenders=lambda case: [contenders(case)[0], Contender("separate", fails)],
     )  # fmt: skip
     assert bench("norm_linear", "--json", str(tmp_path / "run.json")) == 0
     rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}

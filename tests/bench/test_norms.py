@@ -6,29 +6,25 @@ import importlib
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import bench, cute, only, stand_in, wrong
+from bench import benching
+from bench.benching import bench, cute, made, only, stand_in, wrong
 from torch import Tensor
 from torch.nn import Parameter
 
 from onepass.bench import accuracy, norm, peers, report, runner
-from onepass.bench.model import BenchCase, CaseResult, Inputs, Measured
+from onepass.bench.model import CaseResult, Measured
 
 CPU = torch.device("cpu")
 VARIANTS = ("rms", "layer", "rms+residual", "layer+residual")
-
-
 pytestmark = pytest.mark.usefixtures("one_round")
-
-
-def given(variant: str, rows: int = 40, hidden: int = 96, dtype: torch.dtype = torch.bfloat16) -> tuple[BenchCase, Inputs]:
-    case = norm._case(variant, rows, hidden, dtype)
-    return case, norm._inputs(case, CPU, torch.Generator())
+given = partial(benching.given, norm, (40, 96))
 
 
 # ---- what is judged ----
@@ -38,16 +34,16 @@ def given(variant: str, rows: int = 40, hidden: int = 96, dtype: torch.dtype = t
 def test_ours_and_eager_are_right_in_every_output(variant: str) -> None:
     case, inputs = given(variant)
     expected = {"y", "dx", "dweight"} | ({"dbias"} if "layer" in variant else set())
-    assert set(accuracy.outputs(norm._ours(case), inputs)) == expected | ({"h", "dresidual"} if "residual" in variant else set())
-    assert not wrong(norm, case, inputs, norm._ours(case), ours=True)
-    assert not wrong(norm, case, inputs, norm._eager(case))
+    assert set(accuracy.outputs(made(norm, case), inputs)) == expected | ({"h", "dresidual"} if "residual" in variant else set())
+    assert not wrong(norm, case, inputs, made(norm, case), ours=True)
+    assert not wrong(norm, case, inputs, made(norm, case, "eager"))
 
 
 def test_a_gradient_that_is_lost_is_seen() -> None:
     case, inputs = given("rms+residual")
 
     def forgets_the_sum(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        y, h = norm._ours(case)(x, weight, residual)
+        y, h = made(norm, case)(x, weight, residual)
         return y, h.detach() + 0 * y
 
     assert wrong(norm, case, inputs, forgets_the_sum) == ["dx", "dresidual"]
@@ -55,7 +51,7 @@ def test_a_gradient_that_is_lost_is_seen() -> None:
 
 def test_outputs_that_are_exchanged_are_seen() -> None:
     case, inputs = given("layer+residual")
-    assert {"y", "h"} <= set(wrong(norm, case, inputs, lambda *tensors: norm._ours(case)(*tensors)[::-1]))
+    assert {"y", "h"} <= set(wrong(norm, case, inputs, lambda *tensors: made(norm, case)(*tensors)[::-1]))
 
 
 def test_the_sum_that_is_normalised_is_the_one_that_is_stored() -> None:
@@ -64,7 +60,7 @@ def test_the_sum_that_is_normalised_is_the_one_that_is_stored() -> None:
     unrounded = norm.rms_norm_reference(
         *(tensor.double() for tensor in inputs.tensors.values()), eps=1e-6, zero_centered_gamma=False
     )
-    exact = norm._formula(case)(*(tensor.double() for tensor in inputs.tensors.values()))
+    exact = norm.BENCH.formula(case)(*(tensor.double() for tensor in inputs.tensors.values()))
     assert torch.equal(exact[1].bfloat16().double(), exact[1])
     assert (unrounded[0] - exact[0]).norm() > 1e-4 * exact[0].norm()
 
@@ -84,7 +80,7 @@ class _InPlace(torch.autograd.Function):
 def test_a_gradient_written_over_the_incoming_one_spoils_nobody_elses() -> None:
     case, inputs = given("rms")
     before = inputs.grads["y"].clone()
-    contender = norm._eager(case)
+    contender = made(norm, case, "eager")
     in_place: Callable[..., Any] = lambda x, weight: _InPlace.apply(contender(x, weight)) / 2  # noqa: E731
     assert not wrong(norm, case, inputs, in_place)
     lane = runner._lane("in place", lambda x, weight: _InPlace.apply(contender(x, weight)), inputs)
@@ -197,7 +193,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_peer_of_the_norms_is_called_rightly(variant: str) -> None:
-    case, inputs = given(variant, rows=20)
+    case, inputs = given(variant)
     found = {contender.name: contender for contender in norm.BENCH.contenders(case) if contender.package}
     for contender in found.values():
         assert not wrong(norm, case, inputs, contender.make(case)), contender.name

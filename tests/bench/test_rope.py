@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench, cute, only, stand_in, wrong
+from bench import benching
+from bench.benching import bench, cute, made, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import rope
-from onepass.bench.model import BenchCase, Inputs
+from onepass.ops.attention.rope import rope_reference
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = rope._case(variant, (2, 5, 4, 2, 16), torch.bfloat16)
-    return case, rope._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, rope, (2, 5, 4, 2, 16))
 
 
 class _OverInputs(torch.autograd.Function):
@@ -49,7 +48,7 @@ def _cute_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, casting_
 
 def _quack_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     assert x.shape[1] == cos.shape[0] and x.shape[-1] == 2 * cos.shape[1]
-    return rope.rope_reference(x, x, cos, sin, interleaved=interleaved)[0]
+    return rope_reference(x, x, cos, sin, interleaved=interleaved)[0]
 
 
 def _quack_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
@@ -87,8 +86,8 @@ def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("halves")
-    assert set(wrong(rope, case, inputs, rope._ours(given("interleaved")[0]))) == {"yq", "yk", "dq", "dk"}
-    assert wrong(rope, case, inputs, lambda q, k, cos, sin: (rope._ours(case)(q, k, cos, sin)[0], k * 1)) == ["yk", "dk"]
+    assert set(wrong(rope, case, inputs, made(rope, given("interleaved")[0]))) == {"yq", "yk", "dq", "dk"}
+    assert wrong(rope, case, inputs, lambda q, k, cos, sin: (made(rope, case)(q, k, cos, sin)[0], k * 1)) == ["yk", "dk"]
 
 
 @pytest.mark.usefixtures("one_round")

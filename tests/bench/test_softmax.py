@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from bench.benching import cute, stand_in, wrong
+from bench import benching
+from bench.benching import cute, made, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import softmax
-from onepass.bench.model import BenchCase, Inputs
 
-
-def given(variant: str) -> tuple[BenchCase, Inputs]:
-    case = softmax._case(variant, (2, 3, 12, 16), torch.bfloat16)
-    return case, softmax._inputs(case, torch.device("cpu"), torch.Generator())
+given = partial(benching.given, softmax, (2, 3, 12, 16))
 
 
 def _of_rows(x: Tensor) -> Tensor:
@@ -42,11 +41,11 @@ def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("causal")
-    assert wrong(softmax, case, inputs, softmax._ours(given("plain")[0]))
+    assert wrong(softmax, case, inputs, made(softmax, given("plain")[0]))
 
 
 def test_who_needs_more_memory_than_there_is_says_so() -> None:
-    widest = softmax._case("plain", softmax._SHAPES[0], torch.bfloat16)
+    widest = softmax.BENCH.case("plain", softmax._GPU[0], torch.bfloat16)
     lacking = {contender.name for contender in softmax.BENCH.contenders(widest) if contender.lacks}
     assert lacking == {"eager", "Liger", "Liger CuTe", "QuACK"}
     lacking = {contender.name: contender.lacks for contender in softmax.BENCH.contenders(given("plain")[0]) if contender.lacks}

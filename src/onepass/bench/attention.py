@@ -20,7 +20,7 @@ Peers     rope + SDPA, flash, cuDNN: onepass's rope before PyTorch's attention, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,49 +31,37 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.bench import attention_options as with_options
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
+from onepass.bench.define import Shape, Shapes, bind, define_bench, of_each
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import compiled, imported
 from onepass.ops.attention.attention import attention, attention_reference
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.rope import rope
-from onepass.runtime.backend import explain
 
-OP = "attention"
 _ANY = ", any order"
 # notes cite the first two
 _TURNED = [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (2, 8192, 16, 4, 128), (4, 4096, 32, 32, 128)]
 _ROW = [(1, 16384, 32, 8, 64), (1, 16384, 32, 8, 128)]
 _OPTIONS = {"documents": _ROW, "short documents": _ROW, "window": _ROW[1:], "softcap": [(1, 4096, 8, 4, 256)]}
-_SHAPES = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1], **_OPTIONS}
-_CPU = {variant: [(1, 512, 8, 2, 64)] for variant in _SHAPES}
+_GPU = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1], **_OPTIONS}
+_SHAPES = Shapes(_GPU, of_each(_GPU, [(1, 512, 8, 2, 64)]))
 
 
-def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     B, S, heads, groups, D = shape
-    qkv, y = (B * S * each * D * dtype.itemsize for each in (heads + 2 * groups, heads))
-    return BenchCase(OP, variant, shape, dtype, qkv + y, 2 * qkv + 2 * y)
+    qkv, y = (B * S * each * D * size for each in (heads + 2 * groups, heads))
+    return qkv + y, 2 * qkv + 2 * y
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    shapes = _SHAPES if device.type == "cuda" else _CPU
-    return [_case(variant, shape, dtype) for variant in shapes for shape in shapes[variant][: 1 if quick else None]]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, (1, 64, 4, 2, 64), case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     B, S, heads, groups, D = case.shape
-    random = partial(torch.randn, generator=generator, device=device, dtype=case.dtype)
-    tensors = {"qkv": random(B, S, (heads + 2 * groups) * D).requires_grad_()}
+    tensors = {"qkv": random.input(B, S, (heads + 2 * groups) * D)}
     if case.variant.startswith("turned"):
-        angles = torch.arange(S, device=device)[:, None] * 10000 ** -torch.arange(0, 1, 2 / D, device=device)
-        tensors |= {"cos": angles.cos(), "sin": angles.sin()}
+        tensors |= random.rotations(S, D)
     if "documents" in case.variant:
-        tensors["cu_seqlens"] = torch.tensor((0, *with_options.lengths_of(case)), device=device).cumsum(0).int()
-    grads = {"y": random(B, S, heads * D)}
-    return Inputs(tensors, frozenset({"qkv"}), grads, row_elements=heads * S * S)  # the formula's scores
+        tensors["cu_seqlens"] = torch.tensor((0, *with_options.lengths_of(case)), device=random.device).cumsum(0).int()
+    return Inputs(tensors, frozenset({"qkv"}), {"y": random(B, S, heads * D)}, row_elements=heads * S * S)  # the formula's scores
 
 
 def _is_ordered(case: BenchCase) -> bool:
@@ -84,19 +72,19 @@ def _heads(case: BenchCase) -> tuple[int, int]:
     return case.shape[2], case.shape[3]
 
 
-def _named(case: BenchCase, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the tensors after qkv by their names."""
-    return dict(zip(("cu_seqlens",) if "documents" in case.variant else ("cos", "sin"), tensors, strict=False))
+def _options(case: BenchCase) -> dict[str, Any]:
+    heads, groups = _heads(case)
+    return {"heads": heads, "groups": groups, **with_options.options_of(case)}
+
+
+def _keywords(case: BenchCase) -> tuple[str, ...]:
+    return ("cu_seqlens",) if "documents" in case.variant else ("cos", "sin") if case.variant.startswith("turned") else ()
 
 
 def _formula(case: BenchCase) -> Call:
     if case.variant in _OPTIONS:
         return with_options.formula(case, rounded=False)
-
-    def call(qkv: Tensor, *tensors: Tensor) -> Result:
-        return attention_reference(qkv, *_heads(case), **_named(case, tensors))
-
-    return call
+    return bind(attention_reference, _options(case), _keywords(case))
 
 
 def _baseline(case: BenchCase) -> Call:
@@ -120,15 +108,12 @@ def _in_order(case: BenchCase) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-# ---- onepass ----
-
-
 def _ours(case: BenchCase) -> Call:
-    def call(qkv: Tensor, *tensors: Tensor) -> Result:
-        given = _named(case, tensors) | with_options.options_of(case)
-        return attention(qkv, *_heads(case), **given, deterministic=not case.variant.endswith(_ANY))
+    return bind(attention, _options(case) | {"deterministic": not case.variant.endswith(_ANY)}, _keywords(case))
 
-    return call
+
+def _cudnn_frontend(case: BenchCase) -> Call:
+    return bind(attention, _options(case) | {"deterministic": _is_ordered(case), "backend": "cudnn"}, _keywords(case))
 
 
 # ---- PyTorch ----
@@ -182,13 +167,6 @@ def _flash_attn_4(case: BenchCase) -> Call:
     return call
 
 
-def _cudnn_frontend(case: BenchCase) -> Call:
-    def call(qkv: Tensor, *tables: Tensor) -> Result:
-        return attention(qkv, *_heads(case), **_named(case, tables), deterministic=_is_ordered(case), backend="cudnn")
-
-    return call
-
-
 def _cudnn_flex(case: BenchCase) -> Call:
     create_mask_plan, function = (imported("cudnn.flex_attention", name) for name in ("create_mask_plan", "flex_attn_func"))
     plans: list[Any] = []
@@ -226,14 +204,14 @@ def _compiled(case: BenchCase) -> Call:
     return compiled(call)
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
+def _peers(case: BenchCase) -> list[Contender]:
     lacks = with_options.needs_gpu()
     flash = Contender("flash-attn 4", _flash_attn_4, package="flash-attn 4", lacks=lacks)
     no_softcap = "no softcap" if case.variant == "softcap" else None
     flex = Contender("cuDNN flex", _cudnn_flex, package="cuDNN frontend", lacks=lacks or no_softcap)
     if case.variant in _OPTIONS:
-        return [Contender("onepass", _ours, ours=True), *with_options.peers(case), flash, flex]
-    found = [Contender("onepass", _ours, ours=True), Contender("rope + SDPA", _after_rope)]
+        return [*with_options.peers(case), flash, flex]
+    found = [Contender("rope + SDPA", _after_rope)]
     if case.variant.endswith(_ANY):  # deterministic: only flash attention works, and SDPA chooses it
         found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
         found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION), lacks=lacks))
@@ -241,16 +219,12 @@ def _contenders(case: BenchCase) -> list[Contender]:
     return [*found, flash, flex, Contender("torch.compile", _compiled, compiles=True)]
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    qkv, *tensors = inputs.tensors.values()
-    return explain(OP, qkv, *_heads(case), **_named(case, tensors), **with_options.options_of(case)).backend
-
-
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "attention", _SHAPES, (1, 64, 4, 2, 64), _bytes_moved, _inputs, _peers,
+    options=_options, keywords=_keywords, ours=_ours, formula=_formula, baseline=_baseline,
+    reference=lambda case: "flex_attention" if case.variant in _OPTIONS else "rope + SDPA", around=_in_order,
     without={
         "Transformer Engine": "takes cuDNN's or flash attention's",
         "Megatron-core": "takes Transformer Engine's",
     },
-    baseline=_baseline, reference=lambda case: "flex_attention" if case.variant in _OPTIONS else "rope + SDPA", around=_in_order,
 )  # fmt: skip

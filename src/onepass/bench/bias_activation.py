@@ -16,91 +16,55 @@ Peers     eager and torch.compile: the addition and the activation's formula.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, liger_cute, needs_cute, on_copies
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
+from onepass.bench.peers import imported, liger_rows, on_copies
 from onepass.ops.activation.activations import find_activation
-from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
-from onepass.runtime.backend import explain
 
-OP = "bias_activation"
 _GATED = ("swiglu", "geglu", "quick_geglu")
-_ALL = ("gelu", *_GATED)
 _TWO = " two tensors"
 _PAIRS = tuple(f"{activation}{_TWO}" for activation in ("swiglu", "geglu"))
+_FURTHER = [(600_000, 64), (777, 5000), (131_072, 1408)]
+_SHAPES = Shapes(  # rows, width of the output; x is twice as wide if there is a gate
+    gpu={
+        "gelu": [(16384, 16384), (2048, 16384), *_FURTHER],
+        "swiglu": [(16384, 14336), (2048, 16384), *_FURTHER],
+        **of_each(_GATED[1:], [(16384, 14336), (2048, 16384)]),
+        **of_each(_PAIRS, [(16384, 14336), (2048, 16384), (131_072, 1408)]),
+    },
+    gpu_quick={"gelu": [(2048, 16384)], "swiglu": [(2048, 16384), (777, 5000)], _PAIRS[0]: [(2048, 16384)]},
+    cpu={
+        **of_each(("gelu", "swiglu"), [(2048, 4096), (50_000, 64), (777, 5000)]),
+        **of_each((*_GATED[1:], *_PAIRS), [(2048, 4096)]),
+    },
+    cpu_quick={"gelu": [(512, 2048)], "swiglu": [(512, 2048), (20_000, 64)], "geglu": [(512, 2048)], _PAIRS[0]: [(512, 2048)]},
+)
 
 
-def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> BenchCase:
-    parts = 1 if variant == "gelu" else 2
-    one = rows * width * dtype.itemsize  # y's bytes
-    return BenchCase(OP, variant, (rows, width), dtype, (parts + 1) * one, (2 * parts + 1) * one)
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    parts, y = 1 if variant == "gelu" else 2, shape[0] * shape[1] * size
+    return (parts + 1) * y, (2 * parts + 1) * y
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    """Return the cases. A shape is (rows, width of the output); x is twice as wide if there is a gate."""
-    if device.type == "cuda" and not quick:
-        shapes = [(variant, 16384, 16384 if variant == "gelu" else 14336) for variant in _ALL]
-        shapes += [(variant, 2048, 16384) for variant in _ALL]
-        shapes += [(variant, *shape) for shape in ((600_000, 64), (777, 5000), (131_072, 1408)) for variant in ("gelu", "swiglu")]
-        shapes += [(variant, *shape) for shape in ((16384, 14336), (2048, 16384), (131_072, 1408)) for variant in _PAIRS]
-    elif device.type == "cuda":
-        shapes = [("gelu", 2048, 16384), ("swiglu", 2048, 16384), ("swiglu", 777, 5000), (_PAIRS[0], 2048, 16384)]
-    elif not quick:
-        shapes = [(variant, 2048, 4096) for variant in (*_ALL, *_PAIRS)]
-        shapes += [(variant, *shape) for shape in ((50_000, 64), (777, 5000)) for variant in ("gelu", "swiglu")]
-    else:
-        shapes = [(variant, 512, 2048) for variant in ("gelu", "swiglu", "geglu", _PAIRS[0])] + [("swiglu", 20_000, 64)]
-    order = {variant: i for i, variant in enumerate((*_ALL, *_PAIRS))}  # by variant: its cases reuse compiled kernels
-    return [_case(*shape, dtype) for shape in sorted(shapes, key=lambda shape: order[shape[0]])]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 64, 1024, case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     rows, width = case.shape
-    wide = 2 * width if case.variant in _GATED else width
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
-
     if case.variant in _PAIRS:
-        gate, linear = (random(rows, width).requires_grad_() for _ in range(2))
-        return Inputs({"x": gate, "linear": linear}, frozenset({"x", "linear"}), {"y": random(rows, width)})
-    x, bias, dy = random(rows, wide), random(wide), random(rows, width)
-    return Inputs({"x": x.requires_grad_(), "bias": bias.requires_grad_()}, frozenset({"x"}), {"y": dy})
+        tensors = {"x": random.input(rows, width), "linear": random.input(rows, width)}
+    else:
+        wide = 2 * width if case.variant in _GATED else width
+        tensors = {"x": random.input(rows, wide), "bias": random.parameter(wide)}
+    return Inputs(tensors, frozenset({"x", "linear"} & tensors.keys()), {"y": random(rows, width)})
 
 
 def _activation(case: BenchCase) -> str:
     return case.variant.removesuffix(_TWO)
 
 
-def _of_two(case: BenchCase, function: Call) -> Call:
-    """Return a function of the case's tensors: of x and bias, or of a gate and a linear part."""
-
-    def two(x: Tensor, linear: Tensor) -> Result:
-        return function(x, None, activation=_activation(case), linear=linear)
-
-    return two if case.variant in _PAIRS else partial(function, activation=_activation(case))
-
-
-def _formula(case: BenchCase) -> Call:
-    return _of_two(case, bias_activation_reference)
-
-
-# ---- onepass and eager code ----
-
-
-def _ours(case: BenchCase) -> Call:
-    return _of_two(case, bias_activation)
-
-
-def _eager(case: BenchCase) -> Call:
+def _eager(case: BenchCase, run: Run) -> Call:
     act = find_activation(_activation(case)).formula
 
     def plain(x: Tensor, bias: Tensor) -> Tensor:
@@ -113,26 +77,10 @@ def _eager(case: BenchCase) -> Call:
     def two(x: Tensor, linear: Tensor) -> Tensor:
         return act(x) * linear
 
-    return two if case.variant in _PAIRS else gated if case.variant in _GATED else plain
-
-
-def _compiled(case: BenchCase) -> Call:
-    return compiled(_eager(case))
+    return run(two if case.variant in _PAIRS else gated if case.variant in _GATED else plain)
 
 
 # ---- the peers' own functions ----
-
-
-def _liger(case: BenchCase) -> Call:
-    module, name = {
-        "swiglu": ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction"),
-        "geglu": ("liger_kernel.ops.geglu", "LigerGELUMulFunction"),
-    }[_activation(case)]
-    return _by_liger(case, imported(module, name).apply)
-
-
-def _liger_cute(case: BenchCase) -> Call:
-    return _by_liger(case, liger_cute(_activation(case)))
 
 
 def _by_liger(case: BenchCase, function: Call) -> Call:
@@ -176,15 +124,13 @@ def _megatron(case: BenchCase) -> Call:
     return with_ones
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    found = [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", _eager),
-        Contender("torch.compile", _compiled, compiles=True),
-    ]
-    if _activation(case) in ("swiglu", "geglu"):
-        found.append(Contender("Liger", _liger, package="Liger"))
-        found.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
+_LIGER = {"swiglu": "LigerSiLUMulFunction", "geglu": "LigerGELUMulFunction"}
+
+
+def _peers(case: BenchCase) -> list[Contender]:
+    found, activation = by_pytorch(_eager), _activation(case)
+    if activation in _LIGER:
+        found += liger_rows(_by_liger, f"liger_kernel.ops.{activation}", _LIGER[activation], activation)
     if case.variant == "swiglu":
         found.append(Contender("Liger, one tensor", _liger_one_tensor, package="Liger"))
     if case.variant not in _PAIRS:
@@ -192,12 +138,10 @@ def _contenders(case: BenchCase) -> list[Contender]:
     return found
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    return explain(OP, activation=_activation(case), **inputs.tensors).backend
-
-
 _IN_PRODUCTS = "has activations in matrix products only"
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "bias_activation", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
+    options=lambda case: {"activation": _activation(case)},
+    keywords=lambda case: ("linear",) if case.variant in _PAIRS else (),
     without={"QuACK": _IN_PRODUCTS, "Apex": _IN_PRODUCTS, "Transformer Engine": "fuses a bias into its MLP's gelu only"},
 )  # fmt: skip

@@ -15,80 +15,48 @@ Errors    the mean is one number, so rows are not compared in chunks: the exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported, liger_cute, needs_cute, on_copies
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, in_a_row, of_each
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs
+from onepass.bench.peers import imported, liger_cute, needs_cute, on_copies
 from onepass.ops.loss.cross_entropy import cross_entropy
-from onepass.runtime.backend import explain
 
-OP = "cross_entropy"
 _SMOOTHING = {"plain": 0.0, "smoothing": 0.1, "over": 0.0}  # over: the gradient overwrites the logits
-_SHAPES = [(8192, 128256), (16384, 32000), (4096, 50257)]
-Loss = Callable[[Tensor, Tensor], Tensor]
+_GPU, _CPU = [(8192, 128256), (16384, 32000), (4096, 50257)], [(512, 50257), (1024, 8192)]
+_SHAPES = Shapes(*(of_each(_SMOOTHING, shapes) for shapes in (_GPU, _CPU, _GPU[1:], [(64, 8192)])))
 
 
-def _case(variant: str, rows: int, columns: int, dtype: torch.dtype) -> BenchCase:
-    logits = rows * columns * dtype.itemsize
-    return BenchCase(OP, variant, (rows, columns), dtype, logits, 2 * logits)
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    logits = shape[0] * shape[1] * size
+    return logits, 2 * logits
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    gpu, cpu = (_SHAPES[1:], [(64, 8192)]) if quick else (_SHAPES, [(512, 50257), (1024, 8192)])
-    shapes = gpu if device.type == "cuda" else cpu
-    return [_case(variant, *shape, dtype) for variant in _SMOOTHING for shape in shapes]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 64, 1024, case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     rows, columns = case.shape
-    logits = torch.randn(rows, columns, generator=generator, device=device, dtype=case.dtype).mul_(3)
-    labels = torch.randint(columns, (rows,), generator=generator, device=device)
+    labels = random.integers(columns, rows)
     labels[::16] = -100
-    tensors = {"logits": logits.requires_grad_(), "labels": labels}
-    return Inputs(tensors, frozenset(), {"loss": torch.ones(1, device=device)})
-
-
-def _called(loss: Loss) -> Call:
-    """Return the loss as shape [1]: results have a dimension."""
-
-    def call(logits: Tensor, labels: Tensor) -> Tensor:
-        return loss(logits, labels).view(1)
-
-    return call
+    tensors = {"logits": random(rows, columns).mul_(3).requires_grad_(), "labels": labels}
+    return Inputs(tensors, frozenset(), {"loss": torch.ones(1, device=random.device)})
 
 
 def _formula(case: BenchCase) -> Call:
-    return _called(partial(F.cross_entropy, label_smoothing=_SMOOTHING[case.variant]))
-
-
-# ---- onepass and eager code ----
+    return in_a_row(partial(F.cross_entropy, label_smoothing=_SMOOTHING[case.variant]))
 
 
 def _ours(case: BenchCase) -> Call:
     loss = partial(cross_entropy, label_smoothing=_SMOOTHING[case.variant])
-    return _called(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
+    return in_a_row(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
 
 
-def _eager_loss(case: BenchCase) -> Loss:
+def _eager(case: BenchCase, run: Run) -> Call:
     smoothing = _SMOOTHING[case.variant]
-    return lambda logits, labels: F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
-
-
-def _eager(case: BenchCase) -> Call:
-    return _called(_eager_loss(case))
-
-
-def _compiled(case: BenchCase) -> Call:
-    return _called(compiled(_eager_loss(case)))
+    return in_a_row(run(lambda logits, labels: F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)))
 
 
 # ---- peers that write over the logits ----
@@ -96,17 +64,17 @@ def _compiled(case: BenchCase) -> Call:
 
 def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.transformers.functional", "liger_cross_entropy")
-    return _called(on_copies(partial(function, label_smoothing=_SMOOTHING[case.variant]), 1))
+    return in_a_row(on_copies(partial(function, label_smoothing=_SMOOTHING[case.variant]), 1))
 
 
 def _liger_cute(case: BenchCase) -> Call:
     function = liger_cute("cross_entropy")
-    return _called(on_copies(lambda logits, labels: function(logits, labels, label_smoothing=_SMOOTHING[case.variant])[0], 1))
+    return in_a_row(on_copies(lambda logits, labels: function(logits, labels, label_smoothing=_SMOOTHING[case.variant])[0], 1))
 
 
 def _quack(case: BenchCase) -> Call:
     loss = partial(imported("quack.cross_entropy", "cross_entropy"), reduction="mean")
-    return _called(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
+    return in_a_row(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
 
 
 def _trl(case: BenchCase) -> Call:
@@ -117,17 +85,12 @@ def _trl(case: BenchCase) -> Call:
         total: Tensor = function(logits, labels, row_mask=kept)[0].sum()
         return -total / kept.sum()
 
-    return _called(loss)
+    return in_a_row(loss)
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    found = [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", _eager),
-        Contender("torch.compile", _compiled, compiles=True),
-        Contender("Liger", _liger, package="Liger"),
-        Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()),
-    ]
+def _peers(case: BenchCase) -> list[Contender]:
+    found = [*by_pytorch(_eager), Contender("Liger", _liger, package="Liger")]
+    found.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
     if case.variant != "smoothing":
         found.append(Contender("QuACK", _quack, package="QuACK"))
     if case.variant == "plain":
@@ -135,12 +98,9 @@ def _contenders(case: BenchCase) -> list[Contender]:
     return found
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    return explain(OP, *inputs.tensors.values(), label_smoothing=_SMOOTHING[case.variant]).backend
-
-
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "cross_entropy", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
+    options=lambda case: {"label_smoothing": _SMOOTHING[case.variant]}, ours=_ours, formula=_formula,
     without={
         "Megatron-core": "its vocab-parallel loss needs a process group",
         "Apex": "its loss is an extension that is built apart",

@@ -15,49 +15,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
+from onepass.bench.peers import imported
 from onepass.kernels.philox import scale_of, threshold_of
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.runtime.backend import explain
 
-OP = "dropout_add"
 P = 0.1
-_VARIANTS = ("bias", "plain")
+_GPU = [(16384, 8192), (16384, 4096), (2048, 4096), (600_000, 64), (777, 5000)]
+_OF_DEVICES = _GPU, [(2048, 4096), (777, 5000)], [(16384, 4096), (777, 5000)], [(512, 2048)]
+_SHAPES = Shapes(*(of_each(("bias", "plain"), shapes) for shapes in _OF_DEVICES))
 # the mask of kept elements and their factor, of the contender that made its first call last
 _found: list[tuple[Tensor, float]] = []
 
 
-def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> BenchCase:
-    one = rows * width * dtype.itemsize
-    return BenchCase(OP, variant, (rows, width), dtype, 3 * one, 2 * one)
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    once = shape[0] * shape[1] * size
+    return 3 * once, 2 * once
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    if device.type == "cuda" and not quick:
-        shapes = [(16384, 8192), (16384, 4096), (2048, 4096), (600_000, 64), (777, 5000)]
-    elif device.type == "cuda":
-        shapes = [(16384, 4096), (777, 5000)]
-    else:
-        shapes = [(512, 2048)] if quick else [(2048, 4096), (777, 5000)]
-    return [_case(variant, *shape, dtype) for variant in _VARIANTS for shape in shapes]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 64, 1024, case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     """Return the inputs. `rows` has the row indices, by which the formula on a chunk finds its mask; contenders ignore it."""
     rows, width = case.shape
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
-
-    tensors = {"rows": torch.arange(rows, device=device)}
-    tensors |= {"x": random(rows, width).requires_grad_(), "residual": random(rows, width).requires_grad_()}
+    tensors = {"rows": torch.arange(rows, device=random.device)}
+    tensors |= {"x": random.input(rows, width), "residual": random.input(rows, width)}
     if case.variant == "bias":
-        tensors["bias"] = random(width).requires_grad_()
+        tensors["bias"] = random.parameter(width)
     return Inputs(tensors, frozenset({"rows", "x", "residual"}), {"y": random(rows, width)})
 
 
@@ -115,12 +100,8 @@ def _plain(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
     return residual + F.dropout(x if bias is None else x + bias, P)
 
 
-def _eager(case: BenchCase) -> Call:
-    return _watched(_plain)
-
-
-def _compiled(case: BenchCase) -> Call:
-    return _watched(compiled(_plain))
+def _eager(case: BenchCase, run: Run) -> Call:
+    return _watched(run(_plain))
 
 
 # ---- the peers' own functions ----
@@ -136,22 +117,17 @@ def _megatron(case: BenchCase) -> Call:
     return _watched(megatron)
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    return [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", _eager),
-        Contender("torch.compile", _compiled, compiles=True),
-        Contender("Megatron-core", _megatron, package="Megatron-core", compiles=True),
-    ]
+def _peers(case: BenchCase) -> list[Contender]:
+    return [*by_pytorch(_eager), Contender("Megatron-core", _megatron, package="Megatron-core", compiles=True)]
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:
     given = dict(inputs.tensors)
-    return explain(OP, given["x"], given["residual"], P, bias=given.get("bias")).backend
+    return explain("dropout_add", given["x"], given["residual"], P, bias=given.get("bias")).backend
 
 
 _NONE = "has no dropout with a residual"
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "dropout_add", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers, ours=_ours, formula=_formula, backend=_backend,
     without=dict.fromkeys(("Liger", "QuACK", "Apex", "Transformer Engine"), _NONE),
 )  # fmt: skip

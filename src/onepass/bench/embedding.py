@@ -19,23 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled
-from onepass.ops.embedding.embedding import embedding, embedding_reference
-from onepass.runtime.backend import explain
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 
-OP = "embedding"
 _VARIANTS = ("words", "uniform", "alike", "returned")  # returned: words, without main_grad
-_SHAPES = [(16384, 2048, 128256), (16384, 2048, 32000), (8192, 4096, 151936), (65536, 64, 1000000)]
-_CPU = [(2048, 256, 32000)]
+_GPU = [(16384, 2048, 128256), (16384, 2048, 32000), (8192, 4096, 151936), (65536, 64, 1000000)]
+_SHAPES = Shapes(of_each(_VARIANTS, _GPU), of_each(_VARIANTS, [(2048, 256, 32000)]))
 
 
-def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     tokens, features, rows = shape
-    looked_up = tokens * features * dtype.itemsize
+    looked_up = tokens * features * size
     in_main_grad = 8 * features * _expected_rows(variant, tokens, rows)
-    added = rows * features * dtype.itemsize if variant == "returned" else in_main_grad
-    return BenchCase(OP, variant, shape, dtype, 2 * looked_up + 8 * tokens, looked_up + 8 * tokens + added)
+    added = rows * features * size if variant == "returned" else in_main_grad
+    return 2 * looked_up + 8 * tokens, looked_up + 8 * tokens + added
 
 
 def _expected_rows(variant: str, tokens: int, rows: int) -> int:
@@ -49,20 +47,10 @@ def _expected_rows(variant: str, tokens: int, rows: int) -> int:
     return round(float((1 - (1 - share) ** tokens).sum()))
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    shapes = (_SHAPES[:1] if quick else _SHAPES) if device.type == "cuda" else _CPU
-    return [_case(variant, shape, dtype) for variant in _VARIANTS for shape in shapes]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, (64, 64, 128), case.dtype)
-
-
-def _ids(case: BenchCase, device: torch.device, generator: torch.Generator) -> Tensor:
-    tokens, _, rows = case.shape
-    if case.variant == "alike":
+def ids_of(variant: str, tokens: int, rows: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    if variant == "alike":
         return torch.full((tokens,), rows // 2, device=device)
-    if case.variant == "uniform":
+    if variant == "uniform":
         return torch.randint(rows, (tokens,), generator=generator, device=device)
     total = (1 / torch.arange(1, rows + 1, dtype=torch.float64, device=device)).cumsum(0)
     drawn = torch.rand(tokens, generator=generator, device=device, dtype=torch.float64) * total[-1]
@@ -70,25 +58,14 @@ def _ids(case: BenchCase, device: torch.device, generator: torch.Generator) -> T
     return torch.randperm(rows, generator=generator, device=device)[rank]
 
 
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, features, rows = case.shape
-    weight: Any = torch.randn(rows, features, generator=generator, device=device, dtype=case.dtype).requires_grad_()
+    weight: Any = random.input(rows, features)
     trained = case.variant != "returned"
     if trained:
-        weight.main_grad = torch.zeros(rows, features, device=device)
-    dy = torch.randn(tokens, features, generator=generator, device=device, dtype=case.dtype)
-    return Inputs({"ids": _ids(case, device, generator), "weight": weight}, frozenset({"ids"}), {"y": dy}, trained)
-
-
-def _formula(case: BenchCase) -> Call:
-    return embedding_reference
-
-
-# ---- onepass and others ----
-
-
-def _ours(case: BenchCase) -> Call:
-    return embedding
+        weight.main_grad = torch.zeros(rows, features, device=random.device)
+    tensors = {"ids": ids_of(case.variant, tokens, rows, random.device, random.generator), "weight": weight}
+    return Inputs(tensors, frozenset({"ids"}), {"y": random(tokens, features)}, trained)
 
 
 class _MainGrad(torch.autograd.Function):
@@ -117,22 +94,17 @@ def _indexed(ids: Tensor, weight: Tensor) -> Tensor:
     return weight[ids]
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    return [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", lambda case: _gathering(case, F.embedding)),
-        Contender("torch.compile", lambda case: _gathering(case, compiled(F.embedding)), compiles=True),
-        Contender("Megatron", lambda case: _gathering(case, _indexed)),
-    ]
+def _eager(case: BenchCase, run: Run) -> Call:
+    return _gathering(case, run(F.embedding))
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    return explain(OP, *inputs.tensors.values()).backend
+def _peers(case: BenchCase) -> list[Contender]:
+    return [*by_pytorch(_eager), Contender("Megatron", lambda case: _gathering(case, _indexed))]
 
 
 _NONE = "has no embedding of its own"
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "embedding", _SHAPES, (64, 64, 128), _bytes_moved, _inputs, _peers,
     without={
         "Liger": "its embedding adds to the gradient with atomics, in the storage type", "QuACK": _NONE, "Apex": _NONE,
         "Transformer Engine": _NONE,

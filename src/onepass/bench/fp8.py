@@ -134,6 +134,13 @@ class SwiGLU(nn.Module):
 # ---- what errors are judged by ----
 
 
+def baseline_linear(case: BenchCase, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a product in the case's dtype, of operands that are rounded once: to that dtype, or to eight bits."""
+    if case.fp8:
+        return rounded_linear(x, weight).to(case.dtype)
+    return nn.functional.linear(x.to(case.dtype), weight, bias)
+
+
 def rounded_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in fp32 of operands in eight bits. Its gradients are products of such too."""
     product: Tensor = _apply_rounded(x, weight)

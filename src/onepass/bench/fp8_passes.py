@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled
-from onepass.bench.products import has_fp8, random_of
+from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, of_each
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Inputs, Result
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.fp8_tile import SLOTS
 from onepass.kernels.language import triton_unsupported
@@ -31,7 +31,6 @@ from onepass.ops.norm import fp8 as norm_fp8
 from onepass.ops.norm.formula import NormOptions
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, finite_amax, largest, scale_for
 
-OP = "fp8_passes"
 _EPS = 1e-5
 _NORM, _SWIGLU = NormOptions(False, _EPS, False), ActivationOptions("swiglu", None, None)
 _SCALES = {"cast": 64.0, "norm": 8.0, "swiglu": 8.0}  # no normal number saturates
@@ -55,44 +54,40 @@ def _kind(case: BenchCase) -> str:
     return case.variant.partition(" ")[0]
 
 
-def _case(variant: str, rows: int, width: int, dtype: torch.dtype) -> BenchCase:
-    """Return a case whose shape is that of y: x of swiglu is twice as wide."""
+def _shapes_of(**shapes: list[Shape]) -> dict[str, list[Shape]]:
+    """Return the shapes of y by variant: x of swiglu is twice as wide."""
+    return {variant: shapes[variant.partition(" ")[0]] for variant in _WRITES}
+
+
+_SHAPES = Shapes(  # those of models of 1B and 8B
+    gpu=_shapes_of(
+        cast=[(16384, 2048), (16384, 8192)], norm=[(16384, 2048), (8192, 4096)], swiglu=[(16384, 8192), (8192, 14336)]
+    ),
+    gpu_quick=of_each(_WRITES, [(8192, 4096)]),
+    cpu=of_each(_WRITES, [(512, 1024)]),
+    cpu_quick=of_each(_FEW, [(128, 256)]),
+)
+
+
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     parts = 2 if variant.startswith("swiglu") else 1
     read = parts + ("backward" in variant)
     written = sum(parts if name.startswith("dx") else 1 for name in _WRITES[variant])
-    return BenchCase(OP, variant, (rows, width), dtype, rows * width * (read * dtype.itemsize + written), 0, fp8=True)
+    return shape[0] * shape[1] * (read * size + written), 0
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    if not has_fp8(device):
-        return []
-    if device.type != "cuda":
-        shapes = {kind: [(128, 256) if quick else (512, 1024)] for kind in _SCALES}
-    elif quick:
-        shapes = {kind: [(8192, 4096)] for kind in _SCALES}
-    else:  # those of models of 1B and 8B
-        shapes = {"cast": [(16384, 2048), (16384, 8192)], "norm": [(16384, 2048), (8192, 4096)]}
-        shapes["swiglu"] = [(16384, 8192), (8192, 14336)]
-    variants = _FEW if quick and device.type != "cuda" else _WRITES
-    return [_case(variant, *shape, dtype) for variant in variants for shape in shapes[variant.partition(" ")[0]]]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 64, 128, case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     rows, width = case.shape
-    random, kind = random_of(case, device, generator), _kind(case)
+    kind = _kind(case)
     wide = 2 * width if kind == "swiglu" else width
-    tensors = {"x": random(rows, wide), "scale": torch.tensor(_SCALES[kind], device=device)}
-    tensors["amax"], tensors["saturated"] = torch.zeros(2, SLOTS, dtype=torch.int32, device=device).unbind()
+    tensors = {"x": random(rows, wide), "scale": torch.tensor(_SCALES[kind], device=random.device)}
+    tensors["amax"], tensors["saturated"] = torch.zeros(2, SLOTS, dtype=torch.int32, device=random.device).unbind()
     if kind == "norm":
         tensors["weight"] = random(width)
     elif case.variant == "swiglu backward":
         tensors["dy"] = random(rows, width)
     outputs = {
-        name: torch.zeros(rows, wide if name.startswith("dx") else width, dtype=_type_of(name), device=device)
+        name: torch.zeros(rows, wide if name.startswith("dx") else width, dtype=_type_of(name), device=random.device)
         for name in _WRITES[case.variant]
     }
     return Inputs(tensors, frozenset({"x", "dy"} & tensors.keys()), outputs)
@@ -135,7 +130,7 @@ def _formula(case: BenchCase) -> Call:
     return call
 
 
-def _eager(case: BenchCase) -> Call:
+def _eager(case: BenchCase, run: Run) -> Call:
     def call(x: Tensor, scale: Tensor, amax: Tensor, saturated: Tensor, more: Tensor | None = None) -> Result:
         numbers = _numbers(case, x.float(), None if more is None else more.float())
         codes = {}
@@ -147,7 +142,7 @@ def _eager(case: BenchCase) -> Call:
             for name in _WRITES[case.variant]
         )
 
-    return call
+    return run(call)
 
 
 # ---- onepass; what is turned is returned as a view of its rows ----
@@ -211,20 +206,12 @@ def _ours(case: BenchCase) -> Call:
     return partial(_cast if kind == "cast" else _swiglu, what)
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    return [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", _eager),
-        Contender("torch.compile", lambda case: compiled(_eager(case)), compiles=True),
-    ]
-
-
 def _backend(case: BenchCase, inputs: Inputs) -> str:
     return "triton" if triton_unsupported(inputs.tensors["x"]) is None else "torch"
 
 
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "fp8_passes", _SHAPES, (64, 128), _bytes_moved, _inputs, lambda case: by_pytorch(_eager),
+    ours=_ours, formula=_formula, baseline=as_written(_eager), backend=_backend, in_fp8=True,
     without={"torchao": "its casts are torch.compile's", "Transformer Engine": "its casts are inside of its modules"},
-    baseline=_eager,
 )  # fmt: skip

@@ -18,70 +18,47 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from onepass.bench import fp8
-from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported
-from onepass.bench.products import Shapes, give_main_grad, random_of, tiny
-from onepass.ops.linear.linear import linear, linear_reference
-from onepass.runtime.backend import explain
-from onepass.runtime.fp8_recipe import Precision
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.inputs import Random, give_main_grad
+from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs
+from onepass.bench.peers import imported
 
-OP = "linear"
 _FP8 = "plain" + FP8
-_SHAPES = Shapes(
-    full=[
-        ("plain", 2048, 4096, 4096),
-        ("plain", 8192, 4096, 4096),
-        ("plain", 8192, 4096, 14336),
-        ("plain", 4096, 8192, 28672),
-        ("plain", 8192, 12288, 12288),
-        ("bias", 8192, 4096, 4096),
-        (_FP8, 16384, 2048, 16384),
-        (_FP8, 16384, 8192, 2048),
-        (_FP8, 8192, 4096, 28672),
-        (_FP8, 8192, 14336, 4096),
-    ],
-    small=[("plain", 2048, 4096, 4096), ("bias", 2048, 4096, 4096), (_FP8, 8192, 4096, 4096)],
-    cpu=[("plain", 256, 512, 768), ("bias", 256, 512, 768), (_FP8, 256, 512, 768)],
-    cpu_small=[("plain", 128, 128, 192), (_FP8, 128, 128, 192)],
+_SHAPES = Shapes(  # tokens, input features, output features
+    gpu={
+        "plain": [(2048, 4096, 4096), (8192, 4096, 4096), (8192, 4096, 14336), (4096, 8192, 28672), (8192, 12288, 12288)],
+        "bias": [(8192, 4096, 4096)],
+        _FP8: [(16384, 2048, 16384), (16384, 8192, 2048), (8192, 4096, 28672), (8192, 14336, 4096)],
+    },
+    gpu_quick={"plain": [(2048, 4096, 4096)], "bias": [(2048, 4096, 4096)], _FP8: [(8192, 4096, 4096)]},
+    cpu={"plain": [(256, 512, 768)], "bias": [(256, 512, 768)], _FP8: [(256, 512, 768)]},
+    cpu_quick={"plain": [(128, 128, 192)], _FP8: [(128, 128, 192)]},
 )
 
 
-def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> BenchCase:
-    x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
-    moved = x + weight + y, y + 2 * x + weight + 8 * inner * outer
-    return BenchCase(OP, variant, (tokens, inner, outer), dtype, *moved, fp8=variant.endswith(FP8))
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    tokens, inner, outer = shape
+    x, weight, y = (n * size for n in (tokens * inner, inner * outer, tokens * outer))
+    return x + weight + y, y + 2 * x + weight + 8 * inner * outer
 
 
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, inner, outer = case.shape
-    random = random_of(case, device, generator)
-    tensors = {"x": random(tokens, inner).requires_grad_(), "weight": Parameter(random(outer, inner).mul_(inner**-0.5))}
+    tensors = {"x": random.input(tokens, inner), "weight": random.weight(outer, inner)}
     if case.variant == "bias":
-        tensors["bias"] = Parameter(random(outer))
+        tensors["bias"] = random.parameter(outer)
     for name in tensors.keys() - {"x"}:
         give_main_grad(tensors[name])
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)}, trained=True)
 
 
-def _formula(case: BenchCase) -> Call:
-    return linear_reference
+def _eager(case: BenchCase, run: Run) -> Call:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
 
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
-    return F.linear(x, weight, bias)
-
-
-def _baseline(case: BenchCase) -> Call:
-    if not case.fp8:
-        return _linear
-    return lambda x, weight: fp8.rounded_linear(x, weight).to(x.dtype)
-
-
-def _ours(case: BenchCase, precision: Precision) -> Call:
-    return partial(linear, precision=precision)
+    return run(linear)
 
 
 class _QuackLinear(torch.autograd.Function):
@@ -112,26 +89,17 @@ def _layers(case: BenchCase) -> nn.Module:
     return nn.Sequential(nn.Linear(inner, outer, bias=False, dtype=case.dtype))
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
+def _peers(case: BenchCase) -> list[Contender]:
     if case.fp8:
         engine = fp8.transformer_engine("Linear", lambda case: case.shape[1:], ("weight",), fuse_wgrad_accumulation=True)
-        return [*fp8.ours(case, _ours, (1,)), *fp8.torchao(_layers, ("0.weight",)), engine]
-    return [
-        Contender("onepass", lambda case: linear, ours=True),
-        Contender("F.linear + add_", lambda case: _linear),
-        Contender("torch.compile", lambda case: compiled(_linear), compiles=True),
-        Contender("QuACK", _quack, package="QuACK"),
-    ]
-
-
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    return explain(OP, *inputs.tensors.values()).backend
+        return [*fp8.torchao(_layers, ("0.weight",)), engine]
+    return [*by_pytorch(_eager, "F.linear + add_"), Contender("QuACK", _quack, package="QuACK")]
 
 
 _APART = "has no linear layer with a main_grad"
-BENCH = OpBench(
-    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
+BENCH = define_bench(
+    "linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
+    weights=(1,), baseline=lambda case: partial(fp8.baseline_linear, case), reference="F.linear + add_",
     without={"Liger": _APART, "Apex": "its kernel is in benchmarks/wgrad.py", "Megatron-core": "uses Apex's",
              "Transformer Engine": "compared in eight bits"},
-    baseline=_baseline, reference=lambda case: fp8.reference(case) if case.fp8 else "F.linear + add_",
 )  # fmt: skip

@@ -21,47 +21,44 @@ Errors    of the mean, from exact sums over chunks of rows. benchmarks/linear_cr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported, needs_cute, since_torch
-from onepass.bench.products import Shapes, give_main_grad, random_of
+from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, in_a_row, of_each
+from onepass.bench.inputs import Random, give_main_grad
+from onepass.bench.model import BenchCase, Call, Contender, Inputs
+from onepass.bench.peers import imported, needs_cute, since_torch
 from onepass.ops.loss.kept_rows import kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
-from onepass.runtime.backend import explain
 
-OP = "linear_cross_entropy"
 _GPU = [(8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256)]
 _WIDE = [(8192, 4096, 151936), (16384, 2048, 248320)]
 _POLICY = "log_prob", "log_prob half", "log_prob forward", "log_prob forward half"
-_SHAPES = Shapes(
-    full=[
-        *((variant, *shape) for variant in ("mean", "main_grad") for shape in _GPU),
-        ("grad_scale", *_GPU[0]),
-        *(("mean half", *shape) for shape in _GPU),
-        *((variant, *shape) for variant in _POLICY for shape in _WIDE),
-    ],
-    small=[("mean", 4096, 2048, 32000), ("main_grad", 4096, 2048, 32000)],
-    cpu=[("mean", 128, 64, 4096), ("mean", 64, 128, 2048), ("main_grad", 128, 64, 4096), ("grad_scale", 128, 64, 4096),
-         *((variant, 128, 64, 4096) for variant in ("mean half", *_POLICY))],
-    cpu_small=[("mean", 64, 64, 1024), ("main_grad", 64, 64, 1024)],
-)
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+_SHAPES = Shapes(  # tokens, width of the hidden states, vocabulary
+    gpu={
+        "mean": _GPU, "main_grad": _GPU, "grad_scale": _GPU[:1], "mean half": _GPU,
+        **of_each(_POLICY, _WIDE),
+    },
+    gpu_quick=of_each(("mean", "main_grad"), [(4096, 2048, 32000)]),
+    cpu={
+        "mean": [(128, 64, 4096), (64, 128, 2048)],
+        **of_each(("main_grad", "grad_scale", "mean half", *_POLICY), [(128, 64, 4096)]),
+    },
+    cpu_quick=of_each(("mean", "main_grad"), [(64, 64, 1024)]),
+)  # fmt: skip
 
 
-def _case(variant: str, tokens: int, inner: int, vocabulary: int, dtype: torch.dtype) -> BenchCase:
-    hidden, weight = tokens * inner * dtype.itemsize, vocabulary * inner * dtype.itemsize
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    tokens, inner, vocabulary = shape
+    hidden, weight = tokens * inner * size, vocabulary * inner * size
     if "forward" in variant:
-        return BenchCase(OP, variant, (tokens, inner, vocabulary), dtype, hidden + weight, 0)
+        return hidden + weight, 0
     written = hidden + (weight if _returns(variant) else 8 * vocabulary * inner)  # main_grad is read, too
-    return BenchCase(OP, variant, (tokens, inner, vocabulary), dtype, hidden + weight, hidden + weight + written)
+    return hidden + weight, hidden + weight + written
 
 
 def _returns(variant: str) -> bool:
@@ -69,37 +66,23 @@ def _returns(variant: str) -> bool:
     return variant not in ("main_grad", "grad_scale")
 
 
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 16, 64, 128, case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, inner, vocabulary = case.shape
-    random = random_of(case, device, generator)
-    weight = Parameter(random(vocabulary, inner).mul_(inner**-0.5))
+    asking = "forward" not in case.variant
+    weight, labels = random.weight(vocabulary, inner).requires_grad_(asking), random.integers(vocabulary, tokens)
     if not _returns(case.variant):
         give_main_grad(weight)
-    labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
     if "half" in case.variant:
         labels[::2] = -100
-    asking = "forward" not in case.variant
-    tensors = {"hidden": random(tokens, inner).requires_grad_(asking), "weight": weight.requires_grad_(asking), "labels": labels}
+    tensors = {"hidden": random(tokens, inner).requires_grad_(asking), "weight": weight, "labels": labels}
+    by_row = frozenset({"hidden", "labels"})
     if "log_prob" in case.variant:
-        grads = {name: torch.randn(tokens, generator=generator, device=device) for name in ("log_prob", "entropy")}
-        return Inputs(tensors, frozenset({"hidden", "labels"}), grads, row_elements=vocabulary)
+        grads = {name: torch.randn(tokens, generator=random.generator, device=random.device) for name in ("log_prob", "entropy")}
+        return Inputs(tensors, by_row, grads, row_elements=vocabulary)
     return Inputs(
-        tensors, frozenset({"hidden", "labels"}), {"loss": torch.ones(1, device=device)}, trained=not _returns(case.variant),
+        tensors, by_row, {"loss": torch.ones(1, device=random.device)}, trained=not _returns(case.variant),
         summed=frozenset({"loss"}), row_elements=vocabulary,
     )  # fmt: skip
-
-
-def _called(loss: Loss) -> Call:
-    """Return the loss as shape [1]: results have a dimension of rows."""
-
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return loss(hidden, weight, labels).view(1)
-
-    return call
 
 
 def _formula(case: BenchCase) -> Call:
@@ -107,7 +90,7 @@ def _formula(case: BenchCase) -> Call:
     if "log_prob" in case.variant:
         return _logits_policy
     tokens = case.shape[0] // (2 if "half" in case.variant else 1)
-    return _called(lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / tokens)
+    return in_a_row(lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / tokens)
 
 
 # ---- onepass, the floor and eager code ----
@@ -117,8 +100,8 @@ def _ours(case: BenchCase) -> Call:
     if "log_prob" in case.variant:
         return _our_policy
     if "half" in case.variant:
-        return _called(lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, rows=kept_rows(labels)))
-    return _called(partial(linear_cross_entropy, grad_scale=1.0 if case.variant == "grad_scale" else None))
+        return in_a_row(lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, rows=kept_rows(labels)))
+    return in_a_row(partial(linear_cross_entropy, grad_scale=1.0 if case.variant == "grad_scale" else None))
 
 
 class _Products(torch.autograd.Function):
@@ -158,18 +141,13 @@ def _wide_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 
-def _baseline(case: BenchCase) -> Call:
-    """Return eager code that rounds only the logits and their gradient, the operands of products."""
-    return _logits_policy if "log_prob" in case.variant else _called(_wide_loss)
-
-
-def _compiled(case: BenchCase) -> Call:
-    return compiled(_logits_policy) if "log_prob" in case.variant else _called(compiled(_wide_loss))
+def _eager(case: BenchCase, run: Run) -> Call:
+    return run(_logits_policy) if "log_prob" in case.variant else in_a_row(run(_wide_loss))
 
 
 def _torch(case: BenchCase) -> Call:
     options = imported("torch.nn", "LinearCrossEntropyOptions")()
-    return _called(partial(F.linear_cross_entropy, options=options))  # type: ignore[attr-defined,unused-ignore]
+    return in_a_row(partial(F.linear_cross_entropy, options=options))  # type: ignore[attr-defined,unused-ignore]
 
 
 # ---- a policy: log_prob and entropy of each token ----
@@ -205,7 +183,7 @@ def _trl(case: BenchCase) -> Call:
             return log_prob, entropy
         return tuple(t.new_zeros(len(labels)).index_copy(0, kept, t) for t in (log_prob, entropy))
 
-    return call if outputs else _called(call)
+    return call if outputs else in_a_row(call)
 
 
 # ---- peers ----
@@ -213,7 +191,7 @@ def _trl(case: BenchCase) -> Call:
 
 def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-    return _called(lambda hidden, weight, labels: function.apply(hidden, weight, labels)[0])
+    return in_a_row(lambda hidden, weight, labels: function.apply(hidden, weight, labels)[0])
 
 
 def _liger_hopper(case: BenchCase) -> Call:
@@ -227,43 +205,35 @@ def _liger_hopper(case: BenchCase) -> Call:
 
     if "log_prob" in case.variant:
         return policy
-    return _called(lambda hidden, weight, labels: function(hidden, weight, labels).sum() / (labels >= 0).sum())
+    return in_a_row(lambda hidden, weight, labels: function(hidden, weight, labels).sum() / (labels >= 0).sum())
 
 
 def _cce(case: BenchCase) -> Call:
-    return _called(imported("cut_cross_entropy", "linear_cross_entropy"))
+    return in_a_row(imported("cut_cross_entropy", "linear_cross_entropy"))
 
 
 def _quack(case: BenchCase) -> Call:
     function = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
-    return _called(partial(function, use_scaled_exp=False, tuned=False))
+    return in_a_row(partial(function, use_scaled_exp=False, tuned=False))
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    floor = Contender(_floor(case), _products, floor=True)
+def _peers(case: BenchCase) -> list[Contender]:
+    floor, eager = Contender(_floor(case), _products, floor=True), by_pytorch(_eager, "eager fp32 logits")
     lacks = needs_cute() if case.dtype == torch.bfloat16 else "bf16 only"
     hopper = Contender("Liger Hopper", _liger_hopper, package="Liger", lacks=lacks)
+    trl = Contender("TRL", _trl, package="TRL")
     if "log_prob" in case.variant:
-        return [
-            Contender("onepass", _ours, ours=True),
-            floor,
-            Contender("eager fp32 logits", lambda case: _logits_policy),
-            Contender("torch.compile", _compiled, compiles=True),
-            hopper,
-            Contender("TRL", _trl, package="TRL"),
-        ]
+        return [floor, *eager, hopper, trl]
     return [
-        Contender("onepass", _ours, ours=True),
         floor,
-        Contender("eager", lambda case: _called(_rounded_loss)),
-        Contender("eager fp32 logits", lambda case: _called(_wide_loss)),
-        Contender("torch.compile", _compiled, compiles=True),
+        Contender("eager", lambda case: in_a_row(_rounded_loss)),
+        *eager,
         Contender("F.linear_cross_entropy", _torch, lacks=since_torch("2.13", F, "linear_cross_entropy")),
         Contender("Liger", _liger, package="Liger"),
         hopper,
         Contender("CCE", _cce, package="CCE"),
         Contender("QuACK", _quack, package="QuACK"),
-        Contender("TRL", _trl, package="TRL"),
+        trl,
     ]
 
 
@@ -272,17 +242,13 @@ def _floor(case: BenchCase) -> str:
     return "one product" if "forward" in case.variant else "three products"
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    return explain(OP, *inputs.tensors.values()).backend
-
-
 _APART = "has no loss of hidden states"
-BENCH = OpBench(
-    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "linear_cross_entropy", _SHAPES, (16, 64, 128), _bytes_moved, _inputs, _peers,
+    ours=_ours, formula=_formula, baseline=as_written(_eager), reference=_floor,
     without={
         "Apex": _APART,
         "Transformer Engine": _APART,
         "Megatron-core": "its own is for Blackwell GPUs and a process group",
     },
-    baseline=_baseline, reference=_floor,
 )  # fmt: skip

@@ -20,55 +20,41 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench
-from onepass.bench.peers import compiled, imported
-from onepass.bench.products import give_main_grad, random_of
+from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, in_a_row, of_each
+from onepass.bench.inputs import Random, give_main_grad
+from onepass.bench.model import BenchCase, Call, Contender, Inputs
+from onepass.bench.peers import imported
 from onepass.ops.loss.linear_divergence import linear_divergence, linear_divergence_reference
-from onepass.runtime.backend import explain
 
-OP = "linear_divergence"
-Shape = tuple[int, int, int, int]  # tokens, the student's width, the teacher's, vocabulary
-_GPU: list[Shape] = [(8192, 2048, 4096, 151936), (16384, 1024, 2048, 32000)]
 _BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5, "main_grad": 0.5}  # TRL's and Liger's
 VARIANTS = tuple(_BETA)
+_SHAPES = Shapes(  # tokens, the student's width, the teacher's, vocabulary
+    gpu=of_each(VARIANTS, [(8192, 2048, 4096, 151936), (16384, 1024, 2048, 32000)]),
+    gpu_quick=of_each(("forward_kl", "jsd"), [(1024, 1024, 2048, 32000)]),
+    cpu=of_each(VARIANTS, [(64, 64, 96, 2048)]),
+    cpu_quick={"jsd": [(64, 64, 96, 2048)]},
+)
 
 
-def _case(variant: str, tokens: int, width: int, teacher: int, vocabulary: int, dtype: torch.dtype) -> BenchCase:
-    student, size = (tokens + vocabulary) * width, dtype.itemsize
-    written = student * size if variant != "main_grad" else (tokens * size + vocabulary * 8) * width  # main_grad is read, too
-    read = size * (student + (tokens + vocabulary) * teacher)
-    return BenchCase(OP, variant, (tokens, width, teacher, vocabulary), dtype, read, student * size + written)
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    tokens, width, teacher, vocabulary = shape
+    student = (tokens + vocabulary) * width * size
+    written = student if variant != "main_grad" else (tokens * size + vocabulary * 8) * width  # main_grad is read, too
+    return student + (tokens + vocabulary) * teacher * size, student + written
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    if device.type == "cuda":
-        shapes = [(variant, (1024, 1024, 2048, 32000)) for variant in ("forward_kl", "jsd")] if quick else [
-            (variant, shape) for shape in _GPU for variant in VARIANTS
-        ]  # fmt: skip
-    else:
-        shapes = [(variant, (64, 64, 96, 2048)) for variant in (("jsd",) if quick else VARIANTS)]
-    return [_case(variant, *shape, dtype) for variant, shape in shapes]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 16, 64, 64, 128, case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, width, teacher, vocabulary = case.shape
-    random = random_of(case, device, generator)
-    weight = Parameter(random(vocabulary, width).mul_(width**-0.5))
-    if case.variant == "main_grad":
-        give_main_grad(weight)
     tensors = {
-        "student": random(tokens, width).requires_grad_(), "weight": weight, "teacher": random(tokens, teacher),
-        "teacher_weight": random(vocabulary, teacher).mul_(teacher**-0.5),
+        "student": random.input(tokens, width), "weight": random.weight(vocabulary, width), "teacher": random(tokens, teacher),
+        "teacher_weight": random.weight(vocabulary, teacher).detach(),
     }  # fmt: skip
+    if case.variant == "main_grad":
+        give_main_grad(tensors["weight"])
     return Inputs(
-        tensors, frozenset({"student", "teacher"}), {"loss": torch.ones(1, device=device)}, trained=case.variant == "main_grad",
-        summed=frozenset({"loss"}), row_elements=vocabulary,
+        tensors, frozenset({"student", "teacher"}), {"loss": torch.ones(1, device=random.device)},
+        trained=case.variant == "main_grad", summed=frozenset({"loss"}), row_elements=vocabulary,
     )  # fmt: skip
 
 
@@ -86,7 +72,7 @@ def _formula(case: BenchCase) -> Call:
 
 
 def _ours(case: BenchCase) -> Call:
-    return lambda *heads: linear_divergence(*heads, kind=_kind(case)).view(1)
+    return in_a_row(partial(linear_divergence, kind=_kind(case)))
 
 
 class _HeadProducts(torch.autograd.Function):
@@ -129,13 +115,8 @@ def _eager_mean(case: BenchCase, *heads: Tensor) -> Tensor:
     return 0.5 * kl(mixture, t) + 0.5 * kl(mixture, s)
 
 
-def _eager(case: BenchCase) -> Call:
-    return lambda *heads: _eager_mean(case, *heads).view(1)
-
-
-def _compiled(case: BenchCase) -> Call:
-    run = compiled(partial(_eager_mean, case))
-    return lambda *heads: run(*heads).view(1)
+def _eager(case: BenchCase, run: Run) -> Call:
+    return in_a_row(run(partial(_eager_mean, case)))
 
 
 # ---- peers ----
@@ -148,34 +129,28 @@ def _trl(case: BenchCase) -> Call:
         student, weight, teacher, teacher_weight = heads
         mask = torch.ones(1, student.shape[0], dtype=torch.int64, device=student.device)
         loss: Tensor = function(student[None], teacher[None], weight, teacher_weight, mask, _BETA[case.variant])[0]
-        return loss.view(1)
+        return loss
 
-    return call
+    return in_a_row(call)
 
 
 def _liger(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.fused_linear_jsd", "LigerFusedLinearJSDFunction")
-    return lambda *heads: function.apply(*heads, None, _BETA[case.variant], -100, 1.0).view(1)
+    return in_a_row(lambda *heads: function.apply(*heads, None, _BETA[case.variant], -100, 1.0))
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
+def _peers(case: BenchCase) -> list[Contender]:
     return [
-        Contender("onepass", _ours, ours=True),
         Contender("four products", _products, floor=True),
-        Contender("eager", _eager),
-        Contender("torch.compile", _compiled, compiles=True),
+        *by_pytorch(_eager),
         Contender("TRL", _trl, package="TRL"),
         Contender("Liger", _liger, package="Liger"),
     ]
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    return explain(OP, *inputs.tensors.values()).backend
-
-
 _APART = "has no divergence of hidden states"
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "linear_divergence", _SHAPES, (16, 64, 64, 128), _bytes_moved, _inputs, _peers,
+    ours=_ours, formula=_formula, baseline=as_written(_eager), reference="four products",
     without=dict.fromkeys(("CCE", "QuACK", "Apex", "Transformer Engine", "Megatron-core"), _APART),
-    baseline=_eager, reference="four products",
 )  # fmt: skip

@@ -25,172 +25,99 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, in_fp32, liger_cute, needs_cute, with_parameters
-from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
-from onepass.runtime.backend import explain
+from onepass.bench.define import Run, Shape, Shapes, bind, by_pytorch, define_bench
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
+from onepass.bench.peers import imported, in_fp32, liger_rows, with_parameters
+from onepass.ops.norm.norm import layer_norm_reference, rms_norm_reference
 
-OP = "norm"
-_VARIANTS = ("rms", "layer", "rms+residual", "layer+residual")
+_ADDING = "+residual"
 _EPS = {"rms": 1e-6, "layer": 1e-5}
+_SHAPES = Shapes(
+    gpu={  # first those that notes cite; then query and key heads, one row, odd sizes, the widest
+        "rms": [
+            (16384, 1024), (16384, 4096), (16384, 8192), (4096, 32768), (2048, 65536), (256, 4096),
+            (262144, 64), (131072, 128), (1, 8192), (4096, 5000), (777, 53248), (1024, 131072),
+        ],
+        "layer": [(16384, 4096), (8192, 12288), (65536, 768), (4096, 5000), (2048, 25600), (512, 131072)],
+        "rms+residual": [(16384, 4096), (8192, 7168)],
+        "layer+residual": [(16384, 4096)],
+    },
+    gpu_quick={"rms": [(256, 4096), (4096, 5000)], "layer": [(2048, 4096)], "rms+residual": [(2048, 4096)]},
+    cpu={
+        "rms": [(2048, 4096), (50_000, 64), (777, 5000)],
+        "layer": [(1024, 4096), (777, 5000)],  # with more rows, PyTorch's bf16 sums for dweight on a CPU are too inaccurate
+        "rms+residual": [(2048, 4096)],
+        "layer+residual": [(777, 5000)],
+    },
+    cpu_quick={"rms": [(512, 2048), (20_000, 64)], "layer": [(512, 2048)], "rms+residual": [(512, 2048)]},
+)  # fmt: skip
 
 
 def _kind(case: BenchCase) -> str:
-    return case.variant.removesuffix("+residual")
+    return case.variant.removesuffix(_ADDING)
 
 
 def _adds(case: BenchCase) -> bool:
-    return case.variant.endswith("+residual")
+    return case.variant.endswith(_ADDING)
 
 
-def _case(variant: str, rows: int, hidden: int, dtype: torch.dtype) -> BenchCase:
-    forward, backward = (4, 4) if variant.endswith("+residual") else (2, 3)
-    one = rows * hidden * dtype.itemsize
-    return BenchCase(OP, variant, (rows, hidden), dtype, forward * one, backward * one)
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    once = shape[0] * shape[1] * size
+    return (4 * once, 4 * once) if variant.endswith(_ADDING) else (2 * once, 3 * once)
 
 
-_TARGETS = {  # the cases that issues and notes cite
-    "rms": [(16384, 1024), (16384, 4096), (16384, 8192), (4096, 32768), (2048, 65536), (256, 4096)],
-    "layer": [(16384, 4096), (8192, 12288)],
-    "rms+residual": [(16384, 4096)],
-}
-_FURTHER = {  # query and key heads, one row, odd sizes, the widest
-    "rms": [(262144, 64), (131072, 128), (1, 8192), (4096, 5000), (777, 53248), (1024, 131072)],
-    "layer": [(65536, 768), (4096, 5000), (2048, 25600), (512, 131072)],
-    "rms+residual": [(8192, 7168)],
-    "layer+residual": [(16384, 4096)],
-}
-_FEW = {
-    "rms": [(256, 4096), (4096, 5000)],
-    "layer": [(2048, 4096)],
-    "rms+residual": [(2048, 4096)],
-}
-_CPU = {
-    "rms": [(2048, 4096), (50_000, 64), (777, 5000)],
-    "layer": [(1024, 4096), (777, 5000)],  # with more rows, PyTorch's bf16 sums for dweight on a CPU are too inaccurate
-    "rms+residual": [(2048, 4096)],
-    "layer+residual": [(777, 5000)],
-}
-_CPU_FEW = {"rms": [(512, 2048), (20_000, 64)], "layer": [(512, 2048)], "rms+residual": [(512, 2048)]}
-
-
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    """Return the cases sorted by variant, so that a variant's cases reuse compiled kernels."""
-    full, few = ([_TARGETS, _FURTHER], [_FEW]) if device.type == "cuda" else ([_CPU], [_CPU_FEW])
-    chosen = few if quick else full
-    return [_case(variant, *shape, dtype) for variant in _VARIANTS for shapes in chosen for shape in shapes.get(variant, ())]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 64, 1024, case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     rows, hidden = case.shape
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
-
-    tensors = {"x": random(rows, hidden).requires_grad_(), "weight": Parameter(random(hidden))}
-    grads = {"y": random(rows, hidden)}
+    tensors, grads = {"x": random.input(rows, hidden), "weight": random.parameter(hidden)}, {"y": random(rows, hidden)}
     if _kind(case) == "layer":
-        tensors["bias"] = Parameter(random(hidden))
+        tensors["bias"] = random.parameter(hidden)
     if _adds(case):
-        tensors["residual"] = random(rows, hidden).requires_grad_()
-        grads["h"] = random(rows, hidden)
+        tensors["residual"], grads["h"] = random.input(rows, hidden), random(rows, hidden)
     return Inputs(tensors, frozenset({"x", "residual"} & tensors.keys()), grads)
+
+
+def _options(case: BenchCase) -> dict[str, Any]:
+    return {"eps": _EPS[_kind(case)]}
+
+
+def _keywords(case: BenchCase) -> tuple[str, ...]:
+    return ("residual",) if _adds(case) else ()
 
 
 def _formula(case: BenchCase) -> Call:
     """Return the formula. It normalises the sum as it is stored: rounded to the case's dtype."""
-    options: dict[str, Any] = {"eps": _EPS[_kind(case)], "zero_centered_gamma": False, "stored": case.dtype}
-
-    def rms(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Result:
-        return rms_norm_reference(x, weight, residual, **options)
-
-    def layer(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Result:
-        return layer_norm_reference(x, weight, bias, residual, **options)
-
-    return rms if _kind(case) == "rms" else layer
+    function: Callable[..., Any] = rms_norm_reference if _kind(case) == "rms" else layer_norm_reference
+    return bind(function, _options(case) | {"stored": case.dtype}, _keywords(case))
 
 
-# ---- onepass and eager code ----
-
-
-def _ours(case: BenchCase) -> Call:
-    def rms_adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
-        return rms_norm(x, weight, _EPS["rms"], residual=residual)
-
-    def layer_adding(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Result:
-        return layer_norm(x, weight, bias, _EPS["layer"], residual=residual)
-
-    if _adds(case):
-        return rms_adding if _kind(case) == "rms" else layer_adding
-    return partial(rms_norm if _kind(case) == "rms" else layer_norm, eps=_EPS[_kind(case)])
-
-
-def _eager(case: BenchCase) -> Call:
+def _eager(case: BenchCase, run: Run) -> Call:
     hidden, eps = case.shape[-1:], _EPS[_kind(case)]
+    norm: Callable[..., Tensor] = F.rms_norm if _kind(case) == "rms" else F.layer_norm
 
-    def rms(x: Tensor, weight: Tensor) -> Result:
-        return F.rms_norm(x, hidden, weight, eps)
+    def alone(x: Tensor, *parameters: Tensor) -> Result:
+        return norm(x, hidden, *parameters, eps)
 
-    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Result:
-        return F.layer_norm(x, hidden, weight, bias, eps)
-
-    def rms_adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
+    def adding(x: Tensor, *tensors: Tensor) -> Result:
+        *parameters, residual = tensors
         h = x + residual
-        return F.rms_norm(h, hidden, weight, eps), h
+        return norm(h, hidden, *parameters, eps), h
 
-    def layer_adding(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Result:
-        h = x + residual
-        return F.layer_norm(h, hidden, weight, bias, eps), h
-
-    if _adds(case):
-        return rms_adding if _kind(case) == "rms" else layer_adding
-    return rms if _kind(case) == "rms" else layer
-
-
-def _compiled(case: BenchCase) -> Call:
-    return compiled(_eager(case))
+    return run(adding if _adds(case) else alone)
 
 
 # ---- the peers' own functions ----
 
 
-def _liger(case: BenchCase) -> Call:
-    module, name = {
-        "rms": ("rms_norm", "LigerRMSNormFunction"),
-        "layer": ("layer_norm", "LigerLayerNormFunction"),
-        "rms+residual": ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"),
-    }[case.variant]
-    return _by_liger(case, imported(f"liger_kernel.ops.{module}", name).apply)
-
-
-def _liger_cute(case: BenchCase) -> Call:
-    return _by_liger(case, liger_cute("fused_add_rms_norm" if _adds(case) else f"{_kind(case)}_norm"))
-
-
 def _by_liger(case: BenchCase, function: Callable[..., Any]) -> Call:
     eps = _EPS[_kind(case)]
 
-    def rms(x: Tensor, weight: Tensor) -> Result:
-        y: Tensor = function(x, weight, eps)
-        return y
-
-    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Result:
-        y: Tensor = function(x, weight, bias, eps)
-        return y
-
-    def rms_adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
+    def adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
         y, h = function(x, residual, weight, eps)
         return y, h
 
-    if _adds(case):
-        return rms_adding
-    return rms if _kind(case) == "rms" else layer
+    return adding if _adds(case) else lambda *tensors: function(*tensors, eps)
 
 
 def _quack(case: BenchCase) -> Call:
@@ -261,40 +188,24 @@ def _transformer_engine(case: BenchCase) -> Call:
     return with_parameters(module(case.shape[-1], eps=_EPS[kind], dtype=case.dtype), names)
 
 
-_PACKAGES: dict[str, list[tuple[str, str, Callable[[BenchCase], Call]]]] = {
-    "rms": [
-        ("Liger", "Liger", _liger), ("Liger CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack),
-        ("cuDNN frontend", "cuDNN frontend", _cudnn), ("Apex", "Apex", _apex),
-    ],
-    "layer": [
-        ("Liger", "Liger", _liger), ("Liger CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack_layer),
-        ("cuDNN frontend", "cuDNN frontend", _cudnn), ("Apex", "Apex", _apex), ("Apex, fast", "Apex", _apex_fast),
-    ],
-    "rms+residual": [("Liger", "Liger", _liger), ("Liger CuTe", "Liger", _liger_cute), ("QuACK", "QuACK", _quack)],
-    "layer+residual": [],
-}  # fmt: skip
+_LIGER = {"rms": "RMSNorm", "layer": "LayerNorm", "rms+residual": "FusedAddRMSNorm"}
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    found = [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", _eager),
-        Contender("torch.compile", _compiled, compiles=True),
-    ]
-    for name, package, make in _PACKAGES[case.variant]:
-        found.append(Contender(name, make, package, lacks=needs_cute() if make is _liger_cute else None))
+def _peers(case: BenchCase) -> list[Contender]:
+    found = by_pytorch(_eager)
+    if case.variant in _LIGER:
+        module = f"fused_add_{_kind(case)}_norm" if _adds(case) else f"{_kind(case)}_norm"
+        found += liger_rows(_by_liger, f"liger_kernel.ops.{module}", f"Liger{_LIGER[case.variant]}Function", module)
+        found.append(Contender("QuACK", _quack if _kind(case) == "rms" else _quack_layer, "QuACK"))
     if not _adds(case):
+        found += [Contender("cuDNN frontend", _cudnn, "cuDNN frontend"), Contender("Apex", _apex, "Apex")]
+        found += [Contender("Apex, fast", _apex_fast, "Apex")] if case.variant == "layer" else []
         found.append(Contender("Transformer Engine", _transformer_engine, "Transformer Engine"))
     return found
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    given = dict(inputs.tensors)
-    residual = given.pop("residual", None)
-    return explain(f"{_kind(case)}_norm", *given.values(), residual=residual).backend
-
-
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "norm", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
+    name=lambda case: f"{_kind(case)}_norm", options=_options, keywords=_keywords, formula=_formula,
     without={"Megatron-core": "takes its norms from Apex, Transformer Engine or PyTorch"},
 )  # fmt: skip

@@ -12,113 +12,73 @@ Variants  `rms fp8` has products in eight bits (bench/fp8.py), over `onepass bf1
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from onepass.bench import fp8
-from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, with_parameters
-from onepass.bench.products import Shapes, random_of, tiny
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.inputs import Random
+from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, Result
+from onepass.bench.peers import imported, with_parameters
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
-from onepass.ops.norm.norm_linear import norm_linear, norm_linear_reference
-from onepass.runtime.backend import explain
-from onepass.runtime.fp8_recipe import Precision
 
-OP = "norm_linear"
 _EPS = 1e-5
 _FP8 = "rms" + FP8
-_SHAPES = Shapes(
-    full=[
-        ("rms", 16384, 4096, 6144),
-        ("rms", 16384, 4096, 28672),
-        ("layer", 16384, 4096, 6144),
-        (_FP8, 16384, 2048, 16384),
-        (_FP8, 8192, 4096, 28672),
-    ],
-    small=[("rms", 2048, 4096, 6144), ("layer", 2048, 4096, 6144), (_FP8, 8192, 4096, 6144)],
-    cpu=[("rms", 256, 512, 768), ("layer", 256, 512, 768), (_FP8, 256, 512, 768)],
-    cpu_small=[("rms", 128, 128, 192), (_FP8, 128, 128, 192)],
+_SHAPES = Shapes(  # tokens, input features, output features
+    gpu={
+        "rms": [(16384, 4096, 6144), (16384, 4096, 28672)],
+        "layer": [(16384, 4096, 6144)],
+        _FP8: [(16384, 2048, 16384), (8192, 4096, 28672)],
+    },
+    gpu_quick={"rms": [(2048, 4096, 6144)], "layer": [(2048, 4096, 6144)], _FP8: [(8192, 4096, 6144)]},
+    cpu={"rms": [(256, 512, 768)], "layer": [(256, 512, 768)], _FP8: [(256, 512, 768)]},
+    cpu_quick={"rms": [(128, 128, 192)], _FP8: [(128, 128, 192)]},
 )
 
 
-def _case(variant: str, tokens: int, inner: int, outer: int, dtype: torch.dtype) -> BenchCase:
-    x, weight, y = (n * dtype.itemsize for n in (tokens * inner, inner * outer, tokens * outer))
-    moved = x + weight + y, 2 * x + 2 * weight + y
-    return BenchCase(OP, variant, (tokens, inner, outer), dtype, *moved, fp8=variant.endswith(FP8))
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    tokens, inner, outer = shape
+    x, weight, y = (n * size for n in (tokens * inner, inner * outer, tokens * outer))
+    return x + weight + y, 2 * x + 2 * weight + y
 
 
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, inner, outer = case.shape
-    random = random_of(case, device, generator)
-    tensors = {"x": random(tokens, inner).requires_grad_(), "norm_weight": Parameter(random(inner))}
-    tensors["weight"] = Parameter(random(outer, inner).mul_(inner**-0.5))
+    tensors = {"x": random.input(tokens, inner), "norm_weight": random.parameter(inner), "weight": random.weight(outer, inner)}
     if case.variant == "layer":
-        tensors["norm_bias"] = Parameter(random(inner))
+        tensors["norm_bias"] = random.parameter(inner)
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)})
 
 
-def _options(case: BenchCase) -> dict[str, Any]:
-    return {"norm": f"{case.kind}_norm", "eps": _EPS}
-
-
-def _formula(case: BenchCase) -> Call:
-    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, norm_bias: Tensor | None = None) -> Result:
-        return norm_linear_reference(x, norm_weight, weight, None, norm_bias, zero_centered_gamma=False, **_options(case))
-
-    return call
-
-
 def _baseline(case: BenchCase) -> Call:
-    """Compute the norm in fp32, round it once, and multiply in the stored dtype, or in eight bits."""
     formula: Callable[..., Any] = rms_norm_reference if case.kind == "rms" else layer_norm_reference
-    norm = partial(formula, residual=None, eps=_EPS, zero_centered_gamma=False)
 
     def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
-        y = norm(x.float(), norm_weight.float(), *(bias.float() for bias in norm_bias))
-        return fp8.rounded_linear(y, weight).to(x.dtype) if case.fp8 else F.linear(y.to(x.dtype), weight)
+        y = formula(x.float(), norm_weight.float(), *(bias.float() for bias in norm_bias), eps=_EPS)
+        return fp8.baseline_linear(case, y, weight)
 
     return call
 
 
-# ---- onepass and eager code ----
+# ---- the two calls, by onepass and by PyTorch ----
 
 
-def _ours(case: BenchCase, precision: Precision = None) -> Call:
-    options = _options(case)
-
-    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, norm_bias: Tensor | None = None) -> Result:
-        result: Result = norm_linear(x, norm_weight, weight, norm_bias=norm_bias, precision=precision, **options)
-        return result
+def _after_norm(norm: Callable[..., Any]) -> Call:
+    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
+        return F.linear(norm(x, norm_weight, *norm_bias, eps=_EPS), weight)
 
     return call
 
 
 def _separate(case: BenchCase) -> Call:
-    function: Callable[..., Any] = rms_norm if case.variant == "rms" else layer_norm
-
-    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
-        return F.linear(function(x, norm_weight, *norm_bias, _EPS), weight)
-
-    return call
+    return _after_norm(rms_norm if case.variant == "rms" else layer_norm)
 
 
-def _eager(case: BenchCase) -> Call:
+def _eager(case: BenchCase, run: Run) -> Call:
     function: Callable[..., Any] = F.rms_norm if case.variant == "rms" else F.layer_norm
-    inner = case.shape[1:2]
-
-    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
-        return F.linear(function(x, inner, norm_weight, *norm_bias, _EPS), weight)
-
-    return call
-
-
-def _compiled(case: BenchCase) -> Call:
-    return compiled(_eager(case))
+    return run(_after_norm(lambda x, *parameters, eps: function(x, case.shape[1:2], *parameters, eps)))
 
 
 # ---- peers ----
@@ -139,29 +99,21 @@ def _layers(case: BenchCase) -> nn.Module:
     return nn.Sequential(norm, nn.Linear(inner, outer, bias=False, dtype=case.dtype))
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
+def _peers(case: BenchCase) -> list[Contender]:
     if case.fp8:
         engine = fp8.transformer_engine(
             "LayerNormLinear", lambda case: case.shape[1:], ("layer_norm_weight", "weight"), eps=_EPS, normalization="RMSNorm"
         )
-        return [*fp8.ours(case, _ours, (2,)), *fp8.torchao(_layers, ("0.weight", "1.weight")), engine]
-    return [
-        Contender("onepass", _ours, ours=True),
-        Contender("separate", _separate),
-        Contender("eager", _eager),
-        Contender("torch.compile", _compiled, compiles=True),
-        Contender("Transformer Engine", _transformer_engine, "Transformer Engine"),
-    ]
-
-
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    x, norm_weight, weight = (inputs.tensors[name] for name in ("x", "norm_weight", "weight"))
-    return explain(OP, x, norm_weight, weight, norm_bias=inputs.tensors.get("norm_bias"), **_options(case)).backend
+        return [*fp8.torchao(_layers, ("0.weight", "1.weight")), engine]
+    engine = Contender("Transformer Engine", _transformer_engine, "Transformer Engine")
+    return [Contender("separate", _separate), *by_pytorch(_eager), engine]
 
 
 _APART = "has no norm with the product that follows"
-BENCH = OpBench(
-    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, tiny(_case), _backend,
+BENCH = define_bench(
+    "norm_linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
+    options=lambda case: {"norm": f"{case.kind}_norm", "eps": _EPS},
+    keywords=lambda case: ("norm_bias",) if case.variant == "layer" else (),
+    weights=(2,), baseline=_baseline, reference="separate",
     without={"Liger": _APART, "QuACK": _APART, "Apex": _APART, "Megatron-core": "takes its own from Transformer Engine"},
-    baseline=_baseline, reference=lambda case: fp8.reference(case) if case.fp8 else "separate",
 )  # fmt: skip

@@ -11,13 +11,12 @@ Peers     torchao: RMSNorm, nn.Linear, swiglu and nn.Linear, converted and compi
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from onepass.bench import fp8
-from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.products import Shapes, random_of
+from onepass.bench.define import Shape, Shapes, define_bench
+from onepass.bench.inputs import Random
+from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, Result
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.activation.bias_activation import bias_activation_reference
 from onepass.ops.norm.norm import rms_norm_reference
@@ -25,32 +24,27 @@ from onepass.ops.norm.norm_linear import norm_linear, norm_linear_reference
 from onepass.runtime.backend import explain
 from onepass.runtime.fp8_recipe import Precision
 
-OP = "norm_mlp"
 _EPS = 1e-5
 _VARIANT = "swiglu" + FP8
 _SHAPES = Shapes(  # tokens, hidden, MLP: those of models of 1B and 8B
-    full=[(_VARIANT, 16384, 2048, 8192), (_VARIANT, 8192, 4096, 14336)],
-    small=[(_VARIANT, 4096, 2048, 8192)],
-    cpu=[(_VARIANT, 256, 512, 768)],
-    cpu_small=[(_VARIANT, 64, 64, 128)],
+    gpu={_VARIANT: [(16384, 2048, 8192), (8192, 4096, 14336)]},
+    gpu_quick={_VARIANT: [(4096, 2048, 8192)]},
+    cpu={_VARIANT: [(256, 512, 768)]},
+    cpu_quick={_VARIANT: [(64, 64, 128)]},
 )
+_TINY = 64, 64, 128  # no tensor is shared out to a CPU's threads
 
 
-def _case(variant: str, tokens: int, hidden: int, inner: int, dtype: torch.dtype) -> BenchCase:
-    x, weights = (n * dtype.itemsize for n in (tokens * hidden, 3 * hidden * inner))
-    return BenchCase(OP, variant, (tokens, hidden, inner), dtype, 2 * x + weights, 3 * x + 2 * weights, fp8=True)
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
+    tokens, hidden, inner = shape
+    x, weights = (n * size for n in (tokens * hidden, 3 * hidden * inner))
+    return 2 * x + weights, 3 * x + 2 * weights
 
 
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, 64, 64, 128, case.dtype)  # no tensor is shared out to a CPU's threads
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, hidden, inner = case.shape
-    random = random_of(case, device, generator)
-    tensors = {"x": random(tokens, hidden).requires_grad_(), "norm_weight": Parameter(random(hidden))}
-    tensors["up"] = Parameter(random(2 * inner, hidden).mul_(hidden**-0.5))
-    tensors["down"] = Parameter(random(hidden, inner).mul_(inner**-0.5))
+    tensors = {"x": random.input(tokens, hidden), "norm_weight": random.parameter(hidden)}
+    tensors |= {"up": random.weight(2 * inner, hidden), "down": random.weight(hidden, inner)}
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, hidden)}, row_elements=2 * inner)
 
 
@@ -65,7 +59,7 @@ def _formula(case: BenchCase) -> Call:
 
 def _baseline(case: BenchCase) -> Call:
     def call(x: Tensor, norm_weight: Tensor, up: Tensor, down: Tensor) -> Result:
-        y = rms_norm_reference(x.float(), norm_weight.float(), residual=None, eps=_EPS, zero_centered_gamma=False)
+        y = rms_norm_reference(x.float(), norm_weight.float(), eps=_EPS)
         assert isinstance(y, Tensor)
         activated = bias_activation_reference(fp8.rounded_linear(y, up), activation=case.kind)
         return fp8.rounded_linear(activated, down).to(x.dtype)
@@ -88,12 +82,12 @@ def _layers(case: BenchCase) -> nn.Module:
     return nn.Sequential(nn.RMSNorm(hidden, eps=_EPS, dtype=case.dtype), up, fp8.SwiGLU(), down)
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
+def _peers(case: BenchCase) -> list[Contender]:
     engine = fp8.transformer_engine(
         "LayerNormMLP", lambda case: case.shape[1:], ("layer_norm_weight", "fc1_weight", "fc2_weight"),
         eps=_EPS, normalization="RMSNorm", activation="swiglu",
     )  # fmt: skip
-    return [*fp8.ours(case, _ours, (2, 3)), *fp8.torchao(_layers, ("0.weight", "1.weight", "3.weight")), engine]
+    return [*fp8.torchao(_layers, ("0.weight", "1.weight", "3.weight")), engine]
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:
@@ -102,8 +96,8 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 
 
 _IN_FP8 = "has no products in eight bits"
-BENCH = OpBench(
-    OP, _SHAPES.cases(_case), _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "norm_mlp", _SHAPES, _TINY, _bytes_moved, _inputs, _peers,
+    ours=_ours, weights=(2, 3), formula=_formula, baseline=_baseline, backend=_backend,
     without={"Liger": _IN_FP8, "QuACK": _IN_FP8, "Apex": _IN_FP8, "Megatron-core": "takes them from Transformer Engine"},
-    baseline=_baseline, reference=fp8.reference,
 )  # fmt: skip

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.bench.model import BenchCase, Call, Contender
+
 
 @dataclass(frozen=True)
 class PeerPackage:
@@ -91,6 +93,23 @@ def liger_cute(op: str) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def liger_rows(
+    make: Callable[[BenchCase, Callable[..., Any]], Call], module: str, function: str, cute: str, lacks: str | None = None
+) -> list[Contender]:
+    """Return the rows of Liger's kernels in Triton, and in the CuTe DSL.
+
+    Args:
+        make: returns the call of a case by either function.
+        module, function: where the autograd function of the kernels in Triton is.
+        cute: what the function with kernels in the CuTe DSL is called.
+        lacks: see Contender.
+    """
+    return [
+        Contender("Liger", lambda case: make(case, imported(module, function).apply), "Liger", lacks=lacks),
+        Contender("Liger CuTe", lambda case: make(case, liger_cute(cute)), "Liger", lacks=lacks or needs_cute()),
+    ]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

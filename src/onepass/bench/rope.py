@@ -21,63 +21,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, liger_cute, needs_cute, on_copies
-from onepass.ops.attention.rope import rope, rope_reference
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
+from onepass.bench.peers import imported, liger_cute, needs_cute, on_copies
+from onepass.ops.attention.rope import rope
 from onepass.ops.norm.norm import rms_norm
-from onepass.runtime.backend import explain
 
-OP = "rope"
 _NORMS = ("qk-norm", "qk-norm zero-centred")  # Qwen 3's and Gemma 3's, in halves
-_VARIANTS = ("halves", "interleaved", *_NORMS)
 _EPS = 1e-6
-_SHAPES = {  # notes cite the first three
-    "halves": [
-        (4, 4096, 32, 8, 128),
-        (16, 1024, 12, 12, 64),
-        (1, 16384, 32, 32, 128),
-        (8, 2048, 32, 32, 80),
-        (2, 4096, 64, 8, 256),
-    ],
-    "interleaved": [(4, 4096, 32, 8, 128), (16, 1024, 12, 12, 64)],
-    "qk-norm": [(4, 4096, 16, 8, 128), (4, 4096, 32, 8, 128)],
-    "qk-norm zero-centred": [(4, 4096, 4, 1, 256)],
-}
-_CPU = {"halves": [(1, 1024, 32, 8, 128), (4, 512, 12, 12, 64)], "interleaved": [(1, 1024, 32, 8, 128)]}
-_CPU |= {"qk-norm": [(1, 1024, 16, 8, 128)], "qk-norm zero-centred": [(1, 1024, 4, 1, 256)]}
+_SHAPES = Shapes(  # notes cite the first three
+    gpu={
+        "halves": [
+            (4, 4096, 32, 8, 128),
+            (16, 1024, 12, 12, 64),
+            (1, 16384, 32, 32, 128),
+            (8, 2048, 32, 32, 80),
+            (2, 4096, 64, 8, 256),
+        ],
+        "interleaved": [(4, 4096, 32, 8, 128), (16, 1024, 12, 12, 64)],
+        "qk-norm": [(4, 4096, 16, 8, 128), (4, 4096, 32, 8, 128)],
+        "qk-norm zero-centred": [(4, 4096, 4, 1, 256)],
+    },
+    cpu={
+        "halves": [(1, 1024, 32, 8, 128), (4, 512, 12, 12, 64)],
+        "interleaved": [(1, 1024, 32, 8, 128)],
+        "qk-norm": [(1, 1024, 16, 8, 128)],
+        "qk-norm zero-centred": [(1, 1024, 4, 1, 256)],
+    },
+)
 
 
-def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     sequences, tokens, q_heads, k_heads, width = shape
-    once = sequences * tokens * (q_heads + k_heads) * width * dtype.itemsize
+    once = sequences * tokens * (q_heads + k_heads) * width * size
     tables = 2 * tokens * (width // 2) * 4
-    return BenchCase(OP, variant, shape, dtype, 2 * once + tables, (3 if variant in _NORMS else 2) * once + tables)
+    return 2 * once + tables, (3 if variant in _NORMS else 2) * once + tables
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    shapes = _SHAPES if device.type == "cuda" else _CPU
-    return [_case(variant, shape, dtype) for variant in _VARIANTS for shape in shapes[variant][: 1 if quick else None]]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, (1, 64, 8, 8, 64), case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
-    sequences, tokens, q_heads, k_heads, width = case.shape
-
-    def random(heads: int) -> Tensor:
-        return torch.randn(sequences, tokens, heads, width, generator=generator, device=device, dtype=case.dtype)
-
-    speeds = 10000 ** -torch.arange(0, 1, 2 / width, device=device)
-    angles = torch.arange(tokens, device=device)[:, None] * speeds
-    tensors = {"q": random(q_heads).requires_grad_(), "k": random(k_heads).requires_grad_()}
-    tensors |= {"cos": angles.cos(), "sin": angles.sin()}
+def _inputs(case: BenchCase, random: Random) -> Inputs:
+    *rows, q_heads, k_heads, width = case.shape
+    tensors = {"q": random.input(*rows, q_heads, width), "k": random.input(*rows, k_heads, width)}
+    tensors |= random.rotations(rows[1], width)
     if case.variant in _NORMS:
-        for name in ("q_weight", "k_weight"):
-            weight = torch.randn(width, generator=generator, device=device) * 0.1 + (not _is_centered(case))
-            tensors[name] = weight.to(case.dtype).requires_grad_()
-    return Inputs(tensors, frozenset({"q", "k"}), {"yq": random(q_heads), "yk": random(k_heads)})
+        tensors |= {name: (random(width) * 0.1 + (not _is_centered(case))).requires_grad_() for name in ("q_weight", "k_weight")}
+    return Inputs(tensors, frozenset({"q", "k"}), {"yq": random(*rows, q_heads, width), "yk": random(*rows, k_heads, width)})
 
 
 def _is_centered(case: BenchCase) -> bool:
@@ -90,26 +78,7 @@ def _options(case: BenchCase) -> dict[str, Any]:
     return {"interleaved": case.variant == "interleaved"}
 
 
-def _with_weights(case: BenchCase, function: Callable[..., Any]) -> Call:
-    """Call rope, or its formula, with a case's tensors in their order."""
-    if case.variant not in _NORMS:
-        return partial(function, **_options(case))
-
-    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
-        return function(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, **_options(case))
-
-    return call
-
-
-def _formula(case: BenchCase) -> Call:
-    return _with_weights(case, rope_reference)
-
-
-# ---- onepass and eager code ----
-
-
-def _ours(case: BenchCase) -> Call:
-    return _with_weights(case, rope)
+# ---- onepass's own ops, and eager code ----
 
 
 def _one_after_the_other(case: BenchCase) -> Call:
@@ -152,54 +121,38 @@ def _written_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Resu
     return turned(q), turned(k)
 
 
-def _as_models_do(case: BenchCase, function: Callable[..., Any]) -> Call:
-    """Call a function with tensors as models have them: views with heads before tokens, and double tables, made once."""
+def _as_models_do(case: BenchCase, function: Callable[..., Any], views: bool = True) -> Call:
+    """Call a function with tensors as models have them: double tables, made once, and views with heads before tokens.
+
+    Its results have heads before tokens. Without `views` it gets q and k with tokens before heads.
+    """
     held: list[Tensor] = []
     wide: list[Tensor] = []
 
-    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Result:
         if not held or held[0] is not cos:
             held[:] = cos, sin
             wide[:] = (_twice(table, case).to(case.dtype) for table in (cos, sin))
-        q, k = function(q.transpose(1, 2), k.transpose(1, 2), *wide)
+        if views:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = function(q, k, *wide, *weights)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return call
 
 
-def _turned_heads_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
+def _heads_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
     return _written(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-
-
-def _normed_as_models_do(case: BenchCase, function: Callable[..., Any]) -> Call:
-    """Call a function of q, k, double tables and weights, whose results have heads before tokens."""
-    held: list[Tensor] = []
-    wide: list[Tensor] = []
-
-    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> Result:
-        if not held or held[0] is not cos:
-            held[:] = cos, sin
-            wide[:] = (_twice(table, case).to(case.dtype) for table in (cos, sin))
-        q, k = function(q, k, *wide, q_weight, k_weight)
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    return call
 
 
 def _twice(table: Tensor, case: BenchCase) -> Tensor:
     return table.repeat_interleave(2, -1) if case.variant == "interleaved" else torch.cat((table, table), -1)
 
 
-def _eager(case: BenchCase) -> Call:
+def _eager(case: BenchCase, run: Run) -> Call:
     if case.variant in _NORMS:
-        return _after_norms(_as_models_do(case, _written), _written_norm(case))
-    return _as_models_do(case, _written_interleaved if case.variant == "interleaved" else _written)
-
-
-def _compiled(case: BenchCase) -> Call:
-    if case.variant in _NORMS:
-        return _normed_as_models_do(case, compiled(_after_norms(_turned_heads_first, _written_norm(case))))
-    return _as_models_do(case, compiled(_written_interleaved if case.variant == "interleaved" else _written))
+        return _as_models_do(case, run(_after_norms(_heads_first, _written_norm(case))), views=False)
+    return _as_models_do(case, run(_written_interleaved if case.variant == "interleaved" else _written))
 
 
 # ---- peers that write over q and k ----
@@ -243,12 +196,8 @@ def _quack(case: BenchCase) -> Call:
     return turned
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
-    found = [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", _eager),
-        Contender("torch.compile", _compiled, compiles=True),
-    ]
+def _peers(case: BenchCase) -> list[Contender]:
+    found = by_pytorch(_eager)
     if case.variant in _NORMS:
         found.append(Contender("rms_norm, then rope", _one_after_the_other))
     if case.variant != "interleaved":
@@ -257,14 +206,9 @@ def _contenders(case: BenchCase) -> list[Contender]:
     return [*found, Contender("QuACK", _quack, package="QuACK")]
 
 
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    q, k, cos, sin, *weights = inputs.tensors.values()
-    named = dict(zip(("q_weight", "k_weight"), weights, strict=False))
-    return explain(OP, q, k, cos, sin, **named, **_options(case)).backend
-
-
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "rope", _SHAPES, (1, 64, 8, 8, 64), _bytes_moved, _inputs, _peers,
+    options=_options, keywords=lambda case: ("q_weight", "k_weight") if case.variant in _NORMS else (),
     without={
         "Apex": "takes one tensor a call, tokens before sequences",
         "Transformer Engine": "takes angles in the place of their cos and sin, and one tensor a call",

@@ -18,46 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, OpBench, Result
-from onepass.bench.peers import compiled, imported, liger_cute, needs_cute
-from onepass.ops.softmax.softmax import softmax
-from onepass.runtime.backend import explain
+from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.inputs import Random
+from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
+from onepass.bench.peers import imported, liger_rows
 
-OP = "softmax"
 SCALE = 0.125
 _VARIANTS = ("plain", "causal", "mask")
-_SHAPES = [(32, 32, 2048, 2048), (16, 32, 1024, 1024), (64, 16, 512, 512), (4, 12, 1000, 1000), (1, 4, 16384, 16384)]
+_GPU = [(32, 32, 2048, 2048), (16, 32, 1024, 1024), (64, 16, 512, 512), (4, 12, 1000, 1000), (1, 4, 16384, 16384)]
 _CPU = [(1, 4, 1024, 1024), (4, 4, 250, 250)]
+_SHAPES = Shapes(*(of_each(_VARIANTS, shapes) for shapes in (_GPU, _CPU, _GPU[1:2], _CPU[1:])))
 
 
-def _case(variant: str, shape: tuple[int, ...], dtype: torch.dtype) -> BenchCase:
+def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     sequences, heads, rows, columns = shape
-    scores = sequences * heads * rows * columns
+    scores = math.prod(shape)
     read = sequences * heads * sum(min(row + 1, columns) for row in range(rows)) if variant == "causal" else scores
     mask = sequences * rows * columns if variant == "mask" else 0
-    return BenchCase(OP, variant, shape, dtype, (read + scores) * dtype.itemsize + mask, (2 * read + scores) * dtype.itemsize)
+    return (read + scores) * size + mask, (2 * read + scores) * size
 
 
-def _cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-    gpu, cpu = (_SHAPES[1:2], _CPU[1:]) if quick else (_SHAPES, _CPU)
-    shapes = gpu if device.type == "cuda" else cpu
-    return [_case(variant, shape, dtype) for variant in _VARIANTS for shape in shapes]
-
-
-def _tiny(case: BenchCase) -> BenchCase:
-    return _case(case.variant, (1, 4, 64, 64), case.dtype)
-
-
-def _inputs(case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
-    sequences, _, rows, columns = case.shape
-
-    def random() -> Tensor:
-        return torch.randn(*case.shape, generator=generator, device=device, dtype=case.dtype)
-
-    tensors = {"x": random().mul_(8).requires_grad_()}
+def _inputs(case: BenchCase, random: Random) -> Inputs:
+    sequences, _, *scores = case.shape
+    tensors = {"x": random(*case.shape).mul_(8).requires_grad_()}
     if case.variant == "mask":
-        tensors["mask"] = torch.rand(sequences, 1, rows, columns, generator=generator, device=device) < 0.25
-    return Inputs(tensors, frozenset(tensors), {"y": random()})
+        tensors["mask"] = random.integers(4, sequences, 1, *scores) == 0
+    return Inputs(tensors, frozenset(tensors), {"y": random(*case.shape)})
 
 
 class _StoredSoftmax(torch.autograd.Function):
@@ -90,16 +76,6 @@ def _formula(case: BenchCase) -> Call:
     return formula
 
 
-# ---- onepass and eager code ----
-
-
-def _ours(case: BenchCase) -> Call:
-    def ours(x: Tensor, mask: Tensor | None = None) -> Result:
-        return softmax(x, scale=SCALE, mask=mask, causal=case.variant == "causal")
-
-    return ours
-
-
 def _written(x: Tensor, mask: Tensor | None) -> Tensor:
     z = x.float() * SCALE
     if mask is not None:
@@ -121,12 +97,8 @@ def _with_causal_mask(case: BenchCase, function: Any) -> Call:
     return call
 
 
-def _eager(case: BenchCase) -> Call:
-    return _with_causal_mask(case, _written)
-
-
-def _compiled(case: BenchCase) -> Call:
-    return _with_causal_mask(case, compiled(_written))
+def _eager(case: BenchCase, run: Run) -> Call:
+    return _with_causal_mask(case, run(_written))
 
 
 # ---- peers that neither scale nor mask ----
@@ -144,39 +116,23 @@ def _prepared(case: BenchCase, function: Callable[[Tensor], Tensor]) -> Call:
     return _with_causal_mask(case, call)
 
 
-def _liger(case: BenchCase) -> Call:
-    return _prepared(case, imported("liger_kernel.ops.softmax", "LigerSoftmaxFunction").apply)
-
-
-def _liger_cute(case: BenchCase) -> Call:
-    return _prepared(case, liger_cute("softmax"))
-
-
 def _quack(case: BenchCase) -> Call:
     return _prepared(case, imported("quack", "softmax"))
 
 
-def _contenders(case: BenchCase) -> list[Contender]:
+def _peers(case: BenchCase) -> list[Contender]:
     # beside the others' graphs, if one of eager's fp32 tensors takes 16 GiB
     lacks = "its tensors don't fit beside the others'" if math.prod(case.shape) >= 1 << 32 else None
-    return [
-        Contender("onepass", _ours, ours=True),
-        Contender("eager", _eager, lacks=lacks),
-        Contender("torch.compile", _compiled, compiles=True),
-        Contender("Liger", _liger, package="Liger", lacks=lacks),
-        Contender("Liger CuTe", _liger_cute, package="Liger", lacks=lacks or needs_cute()),
-        Contender("QuACK", _quack, package="QuACK", lacks=lacks),
-    ]
-
-
-def _backend(case: BenchCase, inputs: Inputs) -> str:
-    given = dict(inputs.tensors)
-    return explain(OP, given["x"], scale=SCALE, mask=given.get("mask"), causal=case.variant == "causal").backend
+    liger = liger_rows(_prepared, "liger_kernel.ops.softmax", "LigerSoftmaxFunction", "softmax", lacks)
+    return [*by_pytorch(_eager, lacks=lacks), *liger, Contender("QuACK", _quack, package="QuACK", lacks=lacks)]
 
 
 _EXTENSION = "has scaled softmaxes as a CUDA extension, which is not built here"
-BENCH = OpBench(
-    OP, _cases, _inputs, _contenders, _formula, _tiny, _backend,
+BENCH = define_bench(
+    "softmax", _SHAPES, (1, 4, 64, 64), _bytes_moved, _inputs, _peers,
+    options=lambda case: {"scale": SCALE, "causal": case.variant == "causal"},
+    keywords=lambda case: ("mask",) if case.variant == "mask" else (),
+    formula=_formula,
     without={
         "Apex": _EXTENSION, "Megatron-core": "calls Apex's extension", "Transformer Engine": _EXTENSION,
     },
