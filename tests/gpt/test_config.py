@@ -207,6 +207,7 @@ REFUSED = [  # the fields, and what is said
         "fp32_logits must be false without cross_entropy_loss_fusion and cross_entropy_fusion_impl 'linear', which keep no "
         "logits, but is true",
     ),
+    ({"mtp_use_repeated_layer": True}, "mtp_use_repeated_layer must be false without mtp_num_layers, but is true"),
     (
         STAGES | {"mtp_num_layers": 1},
         "mtp_num_layers must be None with pipeline_model_parallel_size 2, but is 1: the last stage has no embedding",

@@ -54,6 +54,7 @@ VARIANTS = {
     "a token more, experts": {
         "mtp_num_layers": 1, "num_moe_experts": 3, "moe_aux_loss_coeff": 0.1, "untie_embeddings_and_output_weights": True,
     },
+    "two tokens more by one layer": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     "attention recomputed": {"recompute_granularity": "selective"},
 }  # fmt: skip
 FUSIONS = [  # each switched off alone

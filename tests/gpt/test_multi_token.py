@@ -10,6 +10,7 @@ from onepass.gpt import Config, Model, save_huggingface
 from onepass.parallel import MainGrads
 
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+REPEATED = {"mtp_use_repeated_layer": True}
 
 
 def norm_of(module, x):
@@ -29,7 +30,8 @@ def by_definition(model, tokens, labels, mask=None):
     h = h[0] if isinstance(h, tuple) else h
     words, places = model.embedding.word_embeddings.weight, model.embedding.position_embeddings
     tables = None if model.rotary is None else model.rotary(length, None)
-    for depth, layer in enumerate(model.mtp.values(), 1):
+    layers = [*model.mtp.values()] * (model.config.mtp_num_layers // len(model.mtp))
+    for depth, layer in enumerate(layers, 1):
         embedded = torch.zeros_like(h)
         for i in range(length):
             later = i + depth < length
@@ -59,7 +61,7 @@ def assert_gradients(loss, model, expected, bound=1e-11):
 
 
 @pytest.mark.parametrize("masked", (False, True))
-@pytest.mark.parametrize("base", ({}, GPT2), ids=("llama", "gpt-2"))
+@pytest.mark.parametrize("base", ({}, GPT2, REPEATED), ids=("llama", "gpt-2", "one layer"))
 def test_by_definition(base, masked):
     tokens, labels, mask = given()
     mask = mask.double() if masked else None
@@ -71,6 +73,20 @@ def test_by_definition(base, masked):
         loss = model(tokens, labels, loss_mask=mask, reduction=reduction).sum()
         assert relative(loss.detach(), (own * times).detach()) < 1e-12
         assert_gradients(loss, model, expected * times, 1e-11 if reduction != "none" else 1e-7)  # factors of tokens are fp32
+
+
+@pytest.mark.parametrize(("repeated", "part"), ((False, 1.0), (True, 0.5)))
+def test_auxiliary_losses_of_depths(repeated, part):
+    """They have gradients and no value, and a layer has one, however many depths it is."""
+    tokens, labels, _ = given()
+    experts = {"num_moe_experts": 3, "moe_aux_loss_coeff": 0.5, "mtp_use_repeated_layer": repeated}
+    model, aux = started(Config(**SHAPE, **experts, **MTP)), []
+    for layer in model.mtp.values():
+        layer.transformer_layer.register_forward_hook(lambda module, given, found: aux.append(found[2]))
+    own, depths = by_definition(model, tokens, labels)
+    expected, loss = own + 0.7 / 2 * sum(depths) + part * sum(aux[:2]), model(tokens, labels)
+    assert relative(loss.detach(), own.detach()) < 1e-12
+    assert_gradients(loss, model, expected)
 
 
 def test_evaluation_runs_no_depths():
@@ -119,6 +135,9 @@ def test_grad_scale_is_each_depths_part():
 def test_counts_and_what_is_refused(tmp_path):
     config = Config(**SHAPE, **MTP)
     assert config.parameters_count() == sum(p.numel() for p in Model(config, device="meta").parameters())
+    repeated = config.replace(**REPEATED)
+    assert repeated.parameters_count() == sum(p.numel() for p in Model(repeated, device="meta").parameters())
+    assert repeated.flops_per_token(16) == config.flops_per_token(16)
     plain, each = Config(**SHAPE), config.parameters_count() - Config(**SHAPE).parameters_count()
     products = each - 2 * 5 * SHAPE["hidden_size"] + 2 * (SHAPE["vocab_size"] + 5) * SHAPE["hidden_size"]
     attention = 2 * 4 * 8 * 16

@@ -130,6 +130,7 @@ class Config(Settings):
     z_loss: float = setting(0.0, "weight of the squared logsumexp in the loss")
     mtp_num_layers: int | None = setting(None, "depths of multi-token prediction: tokens that are foretold beside the next one")
     mtp_loss_scaling_factor: float = setting(0.1, "weight of their average loss")
+    mtp_use_repeated_layer: bool = setting(False, "give all depths one layer's weights")
 
     # ---- gradients and memory ----
     gradient_accumulation_fusion: bool = setting(True, "add gradients to main_grad in the op that makes them")
@@ -230,6 +231,11 @@ class Config(Settings):
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property
+    def mtp_layers(self) -> int:
+        """How many layers the depths of multi-token prediction have."""
+        return min(self.mtp_num_layers or 0, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
+
+    @property
     def tied(self) -> bool:
         """Whether the output layer shares the embedding's weight."""
         return not self.untie_embeddings_and_output_weights
@@ -258,7 +264,7 @@ class Config(Settings):
         """Return how many parameters the whole model has. A tied weight counts once."""
         blocks = self.num_layers * self._block_count(self.num_moe_experts or 1)
         head = 0 if self.tied else self.vocab_size * self.hidden_size
-        depths = (self.mtp_num_layers or 0) * self._depth_count(self.num_moe_experts or 1)
+        depths = self.mtp_layers * self._depth_count(self.num_moe_experts or 1)
         return self._embedding_count() + blocks + depths + self._norm_count() + head
 
     def flops_per_token(self, sequence: float) -> float:

@@ -96,7 +96,7 @@ class Model(nn.Module):
                 dtype=config.dtype,
             )
         self.mtp = nn.ModuleDict(
-            {str(n): MultiTokenLayer(config, tp_group, start.of(f"mtp.{n}"), device) for n in range(config.mtp_num_layers or 0)}
+            {str(n): MultiTokenLayer(config, tp_group, start.of(f"mtp.{n}"), device) for n in range(config.mtp_layers)}
         )
         for module in self.modules():
             if isinstance(module, MarkedParameters):
@@ -166,7 +166,7 @@ class Model(nn.Module):
         if not (self.mtp and self.training and torch.is_grad_enabled()) or self.output_layer is None:
             return []
         depths = []
-        for depth in range(1, len(self.mtp) + 1):
+        for depth in range(1, (self.config.mtp_num_layers or 0) + 1):
             later = labels_after(labels, depth, boundaries)
             mask = None if loss_mask is None else tokens_after(loss_mask, depth)
             depths.append(DepthTargets(later, mask, rows_with_loss(later, self.output_layer, self.config)))
@@ -176,13 +176,14 @@ class Model(nn.Module):
         self, h: Tensor, tokens: Tensor, positions: Tensor | None, tables: Tables | None, boundaries: Tensor | None,
         depths: list[DepthTargets], grad_scale: float | None,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the depths' mean losses, with their gradients but as zeros, and their blocks' auxiliary losses."""
+        """Return the depths' mean losses, with their blocks' auxiliary losses: zeros that have the gradients."""
         assert self.embedding is not None
         factor, losses = self.config.mtp_loss_scaling_factor / len(depths), []
+        layers = [*self.mtp.values()] * (len(depths) // len(self.mtp))
         promised = None if grad_scale is None else grad_scale * factor
         if positions is None and self.embedding.position_embeddings is not None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        for depth, (layer, (labels, mask, rows)) in enumerate(zip(self.mtp.values(), depths, strict=True), 1):
+        for depth, (layer, (labels, mask, rows)) in enumerate(zip(layers, depths, strict=True), 1):
             embedded = self.embedding(
                 tokens_after(tokens, depth), None if positions is None else tokens_after(positions, depth)
             )  # fmt: skip
@@ -191,8 +192,9 @@ class Model(nn.Module):
             else:
                 h, own = layer(h, embedded, tables, boundaries)
             loss = factor * self._loss(h, labels, rows, mask, "mean", promised)
+            if own is not None:  # a layer has one such loss, however many depths it is: as in Megatron
+                loss = loss + own * (len(self.mtp) / len(depths))
             losses.append(loss - loss.detach())
-            losses += [] if own is None else [own]
         return losses
 
     def _size(self, x: Tensor) -> tuple[int, int]:

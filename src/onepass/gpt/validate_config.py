@@ -178,6 +178,8 @@ def _loss(c: Config) -> Iterator[str]:
             "fp32_logits must be false without cross_entropy_loss_fusion and cross_entropy_fusion_impl 'linear', which keep no "
             "logits, but is true"
         )
+    if c.mtp_use_repeated_layer and c.mtp_num_layers is None:
+        yield "mtp_use_repeated_layer must be false without mtp_num_layers, but is true"
     if c.mtp_num_layers is not None and c.pipeline_model_parallel_size > 1:
         yield (
             f"mtp_num_layers must be None with pipeline_model_parallel_size {c.pipeline_model_parallel_size}, but is "

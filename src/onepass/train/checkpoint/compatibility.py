@@ -32,6 +32,7 @@ def facts_of(config: Config) -> dict[str, Any]:
     names = [*_FIELDS, *(_ROTARY if rope else ()), *(_SCALING if rope and config.use_rope_scaling else ())]
     names += ["max_position_embeddings"] if learned else []
     names += ["moe_router_topk"] if config.num_moe_experts else []
+    names += ["mtp_num_layers", "mtp_use_repeated_layer"] if config.mtp_num_layers else []
     facts = {name: getattr(config, name) for name in names}
     facts |= {"num_query_groups": config.query_groups, "kv_channels": config.head_size, "add_qkv_bias": config.qkv_bias}
     facts |= {"moe_ffn_hidden_size": config.expert_size} if config.num_moe_experts else {"ffn_hidden_size": config.ffn_size}
