@@ -4,11 +4,11 @@
 
 Of each constant some values, the others as they are: eighths of the launch after which the second digit begins, segments of the
 tokens, programs to a multiprocessor, numbers of rows that a program looks up. "alone" is the kernel where no gradient is asked
-for: what the order costs is above it. A write of 512 MiB before each call empties the L2, and hides the call's CPU time.
+for: what the order costs is above it. Times are the GPU's own, each of a call that finds the L2 overwritten
+(onepass.runtime.ceilings).
 """
 
 import argparse
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,25 +16,13 @@ import torch.nn.functional as F
 from onepass.bench import embedding as bench
 from onepass.ops.embedding import forward
 from onepass.ops.embedding.forward import EmbeddingOptions, OrderTiles, look_up
+from onepass.runtime.ceilings import clock_for
 
 KINDS = ("words", "uniform", "alike")
 ORDERS = [
     *(OrderTiles(second_at, 64, 2) for second_at in (0, 2, 6)),
     *(OrderTiles(4, *each) for each in ((32, 2), (32, 3), (64, 1), (64, 3), (128, 1), (128, 2))),
 ]
-
-
-def median_us(run, flush, rounds=25, unmeasured=5):
-    times = []
-    for _ in range(rounds + unmeasured):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(end))
-    return sorted(times[unmeasured:])[rounds // 2]
 
 
 def main():
@@ -47,11 +35,11 @@ def main():
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(args.rows, args.features, device=device, dtype=torch.bfloat16)
     ids = {kind: bench.ids_of(kind, args.tokens, args.rows, device, generator) for kind in KINDS}
-    flush = torch.empty(1 << 29, device=device, dtype=torch.uint8)
+    clock = clock_for(device)
     options = EmbeddingOptions(-1, 0, args.rows)
 
     def report(name, call):
-        took = (f"{kind} {median_us(partial(call, ids[kind]), flush):6.1f}" for kind in KINDS)
+        took = (f"{kind} {1e3 * clock.median(lambda _, kind=kind: call(ids[kind])):6.1f}" for kind in KINDS)
         print(f"{name:44} {'   '.join(took)} us")
 
     print(f"{torch.cuda.get_device_name()}, {args.tokens} x {args.features} of {args.rows} bf16")
@@ -67,7 +55,7 @@ def main():
             said = f"second at {order.second_at}/8, {order.segments} segments, {order.resident} resident"
             report(f"{tile} numbers, {said}", lambda each: look_up(each, weight, options, True))
     source, target = (torch.empty(args.tokens, args.features, device=device, dtype=weight.dtype) for _ in range(2))
-    print(f"{'a copy':44} {median_us(partial(target.copy_, source), flush):6.1f} us")
+    print(f"{'a copy':44} {1e3 * clock.median(lambda _: target.copy_(source)):6.1f} us")
 
 
 if __name__ == "__main__":
