@@ -6,7 +6,8 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
 
     results, in benchmarks/results/<gpu>                 made by
     <op>.json                                            onepass bench OP --json FILE, from a commit
-    scripts/linear_cross_entropy.json, ..._2.json        benchmarks/linear_cross_entropy.py; _2: on two GPUs
+    scripts/linear_cross_entropy.json                    a script of its commit, now onepass bench linear_cross_entropy
+    scripts/linear_cross_entropy_2.json                  benchmarks/linear_cross_entropy.py, on two GPUs
     scripts/fusion.json                                  benchmarks/fusion.py
     scripts/gpt_1B.json, gpt_free_1B.json                benchmarks/gpt.py, a file a model; free: with --no-deterministic
     scripts/gpt_fp8_1B.json                              the same, by onepass in eight bits and not

@@ -19,7 +19,7 @@ from onepass.bench import accuracy, linear_cross_entropy, report
 from onepass.bench.model import BenchCase, Call, CaseResult, Contender, Measured
 
 variants = pytest.mark.parametrize("variant", ["mean", "main_grad", "grad_scale"])
-policies = pytest.mark.parametrize("variant", ["mean half", *linear_cross_entropy._POLICY])
+others = pytest.mark.parametrize("variant", ["mean half", *linear_cross_entropy._ALONE, *linear_cross_entropy._POLICY])
 
 
 given = partial(benching.given, linear_cross_entropy, (40, 24, 96))
@@ -27,6 +27,11 @@ given = partial(benching.given, linear_cross_entropy, (40, 24, 96))
 
 def _loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def _liger(hidden: Tensor, weight: Tensor, labels: Tensor, *more: object) -> tuple[Tensor, None, None]:
+    assert more in ((), (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32))
+    return _loss(hidden, weight, labels), None, None
 
 
 def _quack(hidden: Tensor, weight: Tensor, labels: Tensor, use_scaled_exp: bool, tuned: bool) -> Tensor:
@@ -59,7 +64,7 @@ class _Trl:
 @pytest.fixture(autouse=True)
 def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # as the contender sets it, but gone after the test
-    liger = {"LigerFusedLinearCrossEntropyFunction": SimpleNamespace(apply=lambda *given: (_loss(*given), None, None))}
+    liger = {"LigerFusedLinearCrossEntropyFunction": SimpleNamespace(apply=_liger)}
     peers = {"liger_kernel.ops.fused_linear_cross_entropy": liger, "cut_cross_entropy": {"linear_cross_entropy": _loss}}
     by_token = {"LigerFusedScaledCrossEntropySM90Function": SimpleNamespace(apply=_by_token)}
     peers["liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"] = by_token
@@ -77,24 +82,25 @@ def test_every_contender_is_called_rightly(variant: str) -> None:
                 assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
 
 
-@policies
-def test_every_contender_of_a_policy_is_called_rightly(variant: str) -> None:
+@others
+def test_every_contender_of_the_others_is_called_rightly(variant: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case, inputs = given(variant, dtype)
-        assert inputs.asked.keys() == (set() if "forward" in variant else {"hidden", "weight"})
+        asked = set() if "forward" in variant else {"hidden"} if "frozen" in variant else {"hidden", "weight"}
+        assert inputs.asked.keys() == asked
         for contender in linear_cross_entropy.BENCH.contenders(case):
             if not (contender.compiles or contender.floor or contender.lacks):
                 call = contender.make(case)
                 assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
 
 
-@policies
+@others
 @pytest.mark.usefixtures("one_round")
-def test_a_policys_run_is_set_against_its_products(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_set_against_its_products(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, linear_cross_entropy, given(variant)[0])
     assert bench("linear_cross_entropy", "--json", str(tmp_path / "run.json")) == 0
     rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
-    floor = "one product" if "forward" in variant else "three products"
+    floor = {"mean frozen": "two products"}.get(variant, "one product" if "forward" in variant else "three products")
     assert rows["onepass"]["status"] == rows[floor]["status"] == "ok"
     assert rows["onepass"]["both_of_reference"] > 0
     assert rows[floor]["both_of_reference"] == 1
@@ -216,9 +222,14 @@ def test_a_floor_that_raises_is_a_line_in_the_table(tmp_path: Path, monkeypatch:
 def test_the_full_cases_are_those_of_a_gpu() -> None:
     cases = linear_cross_entropy.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
     shapes = [(8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256)]
-    assert [case.shape for case in cases if case.variant == "mean"] == shapes
-    assert [case.shape for case in cases if case.variant == "main_grad"] == shapes
+    further = [(32768, 4096, 128256), (8192, 2304, 256000)]
+    of = {variant: [case.shape for case in cases if case.variant == variant] for variant in ("mean", "main_grad", "grad_scale")}
+    assert of == {"mean": shapes + further, "main_grad": shapes, "grad_scale": shapes + further}
+    lacking = {one.name for one in linear_cross_entropy.BENCH.contenders(cases[4]) if "fit" in (one.lacks or "")}
+    assert lacking == {"eager fp32 logits"}
     hidden, weight = 8192 * 4096 * 2, 128256 * 4096 * 2
     assert cases[0].forward_bytes == hidden + weight
     assert cases[0].backward_bytes == 2 * (hidden + weight)
-    assert cases[4].backward_bytes == 2 * hidden + 5 * weight
+    assert cases[6].backward_bytes == 2 * hidden + 5 * weight
+    frozen = next(case for case in cases if case.variant == "mean frozen")
+    assert frozen.backward_bytes == 2 * hidden + weight

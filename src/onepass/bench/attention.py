@@ -34,7 +34,7 @@ from onepass.bench import attention_options as with_options
 from onepass.bench.define import Shape, Shapes, bind, define_bench, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
-from onepass.bench.peers import compiled, imported
+from onepass.bench.peers import compiled, imported, needs_gpu
 from onepass.ops.attention.attention import attention, attention_reference
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.rope import rope
@@ -205,7 +205,7 @@ def _compiled(case: BenchCase) -> Call:
 
 
 def _peers(case: BenchCase) -> list[Contender]:
-    lacks = with_options.needs_gpu()
+    lacks = needs_gpu()
     flash = Contender("flash-attn 4", _flash_attn_4, package="flash-attn 4", lacks=lacks)
     no_softcap = "no softcap" if case.variant == "softcap" else None
     flex = Contender("cuDNN flex", _cudnn_flex, package="cuDNN frontend", lacks=lacks or no_softcap)

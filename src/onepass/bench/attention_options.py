@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from onepass.bench.model import BenchCase, Call, Contender, Result
+from onepass.bench.peers import needs_gpu
 from onepass.ops.attention.formula import parts_of
 
 MIXED = (3000, 200, 1500, 96, 4096, 700, 44, 2300, 1024, 900, 350, 2174)
@@ -31,11 +32,6 @@ def options_of(case: BenchCase) -> dict[str, Any]:
     if case.variant == "window":
         return {"window": min(1024, case.shape[1] // 3)}
     return {"softcap": 50.0} if case.variant == "softcap" else {}
-
-
-def needs_gpu() -> str | None:
-    """Why kernels for GPUs can't run here, or None."""
-    return None if torch.cuda.is_available() else "needs a GPU"
 
 
 def _heads(case: BenchCase) -> tuple[int, int]:

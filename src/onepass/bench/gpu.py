@@ -27,8 +27,9 @@ def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float,
     torch.cuda.reset_peak_memory_stats(device)
     before, asked_for = torch.cuda.memory_allocated(device), _asked_for(device)
     results = call(*inputs.tensors.values())
-    outputs = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs_of(results)}
-    kept = _asked_for(device) - asked_for - sum(outputs.values())
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors.values()}  # which some write to and return
+    storages = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs_of(results)}
+    kept = _asked_for(device) - asked_for - sum(size for place, size in storages.items() if place not in given)
     got = differentiate(results, asked, grads, inputs.trained)
     torch.cuda.synchronize(device)
     del results, got

@@ -5,7 +5,7 @@ Bytes     forward reads x and the weight and writes y; backward reads dy, x, wei
 Gradients of x, and of the weight (and the bias) in an fp32 main_grad, by .backward() as in training.
 Variants  `plain fp8` has products in eight bits (bench/fp8.py), over `onepass bf16`.
 Peers     `F.linear + add_` is what people run without Apex's extension; torch.compile compiles it. Apex's own kernel is one
-          cuBLAS product; benchmarks/wgrad.py measures that product by itself. In eight bits torchao and Transformer Engine.
+          cuBLAS product; `onepass bench wgrad` measures that product by itself. In eight bits torchao and Transformer Engine.
           QuACK: its products, without tuning, which takes minutes for each shape; one adds to main_grad.
 """
 
@@ -100,6 +100,6 @@ _APART = "has no linear layer with a main_grad"
 BENCH = define_bench(
     "linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
     weights=(1,), baseline=lambda case: partial(fp8.baseline_linear, case), reference="F.linear + add_",
-    without={"Liger": _APART, "Apex": "its kernel is in benchmarks/wgrad.py", "Megatron-core": "uses Apex's",
+    without={"Liger": _APART, "Apex": "its kernel is in wgrad", "Megatron-core": "uses Apex's",
              "Transformer Engine": "compared in eight bits"},
 )  # fmt: skip

@@ -6,21 +6,25 @@ Bytes     forward reads the hidden states and the weight; backward reads them an
 Gradients of the hidden states and of the weight. "mean": both are returned. "main_grad": the weight's is added to an fp32
           main_grad, by .backward() as in training. "grad_scale": as "main_grad", but onepass knows the incoming gradient, so it
           need not wait for it.
-Policy    "log_prob": log_prob and entropy of each token, both differentiated, as a policy's loss has them. "forward": the same
-          without gradients. "half": every second label is -100, and those who can compute the other rows alone.
+Policy    "log_prob": log_prob and entropy of each token, both differentiated, as a policy's loss has them.
+Also      "forward": without gradients. "half": every second label is -100, and those who can compute the other rows alone.
+          "frozen": the weight has no gradient. "none": each token's loss. "256 MiB", "fp32 logits", "stats": by chunk_bytes,
+          logits_dtype and return_stats of onepass.
 Peers     eager: F.cross_entropy of F.linear, with logits in the storage dtype or in fp32; torch.compile: the latter.
           F.linear_cross_entropy: in chunks that PyTorch chooses; without its options it is eager code.
           Liger, CCE and QuACK: with their defaults, but QuACK's products without tuning, which takes minutes for each shape.
+          "Liger, fp32 sums" adds the chunks' gradients in fp32, as onepass does.
           Liger's row kernel is the one in the CuTe DSL where that runs. "Liger Hopper": its kernels that write no logits.
           They give each token's loss, and entropy, in bf16, and skip a check of the labels that waits for the GPU.
           TRL: its function of the trainers, which takes rows that are kept; finding them is part of the call, as it is of
           onepass's.
-Errors    of the mean, from exact sums over chunks of rows. benchmarks/linear_cross_entropy.py has more ways and sizes.
+Errors    of the mean, from exact sums over chunks of rows. benchmarks/linear_cross_entropy.py divides the vocabulary over GPUs.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,18 +39,29 @@ from onepass.bench.peers import imported, needs_cute, since_torch
 from onepass.ops.loss.kept_rows import kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 
-_GPU = [(8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256)]
+_GPU = [
+    (8192, 4096, 128256), (16384, 4096, 32000), (8192, 768, 50257), (4096, 4096, 128256),
+    (32768, 4096, 128256), (8192, 2304, 256000),
+]  # fmt: skip
 _WIDE = [(8192, 4096, 151936), (16384, 2048, 248320)]
 _POLICY = "log_prob", "log_prob half", "log_prob forward", "log_prob forward half"
+_ALONE: dict[str, dict[str, Any]] = {  # variants of onepass beside eager code alone, and its options
+    "mean forward": {},
+    "mean frozen": {},
+    "mean 256 MiB": {"chunk_bytes": 256 << 20},
+    "mean fp32 logits": {"logits_dtype": torch.float32},
+    "mean stats": {"return_stats": True},
+    "none": {"reduction": "none"},
+}
 _SHAPES = Shapes(  # tokens, width of the hidden states, vocabulary
     gpu={
-        "mean": _GPU, "main_grad": _GPU, "grad_scale": _GPU[:1], "mean half": _GPU,
-        **of_each(_POLICY, _WIDE),
+        "mean": _GPU, "main_grad": _GPU[:4], "grad_scale": _GPU, "mean half": _GPU[:4],
+        **of_each(_ALONE, _GPU[:1]), **of_each(_POLICY, _WIDE),
     },
     gpu_quick=of_each(("mean", "main_grad"), [(4096, 2048, 32000)]),
     cpu={
         "mean": [(128, 64, 4096), (64, 128, 2048)],
-        **of_each(("main_grad", "grad_scale", "mean half", *_POLICY), [(128, 64, 4096)]),
+        **of_each(("main_grad", "grad_scale", "mean half", *_ALONE, *_POLICY), [(128, 64, 4096)]),
     },
     cpu_quick=of_each(("mean", "main_grad"), [(64, 64, 1024)]),
 )  # fmt: skip
@@ -57,7 +72,7 @@ def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     hidden, weight = tokens * inner * size, vocabulary * inner * size
     if "forward" in variant:
         return hidden + weight, 0
-    written = hidden + (weight if _returns(variant) else 8 * vocabulary * inner)  # main_grad is read, too
+    written = hidden + (0 if "frozen" in variant else weight if _returns(variant) else 8 * vocabulary * inner)  # reads main_grad
     return hidden + weight, hidden + weight + written
 
 
@@ -68,16 +83,17 @@ def _returns(variant: str) -> bool:
 
 def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, inner, vocabulary = case.shape
-    asking = "forward" not in case.variant
-    weight, labels = random.weight(vocabulary, inner).requires_grad_(asking), random.integers(vocabulary, tokens)
+    asking, labels = "forward" not in case.variant, random.integers(vocabulary, tokens)
+    weight = random.weight(vocabulary, inner).requires_grad_(asking and "frozen" not in case.variant)
     if not _returns(case.variant):
         give_main_grad(weight)
     if "half" in case.variant:
         labels[::2] = -100
     tensors = {"hidden": random(tokens, inner).requires_grad_(asking), "weight": weight, "labels": labels}
     by_row = frozenset({"hidden", "labels"})
-    if "log_prob" in case.variant:
-        grads = {name: torch.randn(tokens, generator=random.generator, device=random.device) for name in ("log_prob", "entropy")}
+    by_token = ("log_prob", "entropy") if "log_prob" in case.variant else ("loss",) if case.variant == "none" else ()
+    if by_token:
+        grads = {name: torch.randn(tokens, generator=random.generator, device=random.device) for name in by_token}
         return Inputs(tensors, by_row, grads, row_elements=vocabulary)
     return Inputs(
         tensors, by_row, {"loss": torch.ones(1, device=random.device)}, trained=not _returns(case.variant),
@@ -89,6 +105,8 @@ def _formula(case: BenchCase) -> Call:
     """Return the formula. For some rows it returns their part of the mean over all rows."""
     if "log_prob" in case.variant:
         return _logits_policy
+    if case.variant == "none":
+        return lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
     tokens = case.shape[0] // (2 if "half" in case.variant else 1)
     return in_a_row(lambda hidden, weight, labels: F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / tokens)
 
@@ -99,15 +117,19 @@ def _formula(case: BenchCase) -> Call:
 def _ours(case: BenchCase) -> Call:
     if "log_prob" in case.variant:
         return _our_policy
+    options = {"grad_scale": 1.0} if case.variant == "grad_scale" else _ALONE.get(case.variant, {})
+    loss: Callable[..., Any] = partial(linear_cross_entropy, **options)
     if "half" in case.variant:
-        return in_a_row(lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, rows=kept_rows(labels)))
-    return in_a_row(partial(linear_cross_entropy, grad_scale=1.0 if case.variant == "grad_scale" else None))
+        return in_a_row(lambda hidden, weight, labels: loss(hidden, weight, labels, rows=kept_rows(labels)))
+    if "stats" in case.variant:
+        return in_a_row(lambda *tensors: loss(*tensors)[0])
+    return loss if case.variant == "none" else in_a_row(loss)
 
 
 class _Products(torch.autograd.Function):
-    """Run three products: the logits, and in backward their products with the weight and the hidden states.
+    """Run three products: the logits, and in backward theirs with the weight and, unless it is frozen, with the hidden states.
 
-    The logits stand in for their own gradient, which has the same shape. `outputs`: how many results backward comes from.
+    The logits stand in for their own gradient, which has the same shape. `outputs`: how many numbers each token has, 0 of a mean.
     """
 
     @staticmethod
@@ -115,20 +137,21 @@ class _Products(torch.autograd.Function):
         logits = hidden @ weight.t()
         ctx.save_for_backward(hidden, weight, logits)
         ctx.gathers = hasattr(weight, "main_grad")
-        if outputs == 1:
+        if not outputs:
             return hidden.new_zeros(1)
         return tuple(hidden.new_zeros(hidden.shape[0], dtype=torch.float32) for _ in range(outputs))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, logits = ctx.saved_tensors
-        dhidden, dweight = logits @ weight, logits.t() @ hidden
+        dhidden, dweight = logits @ weight, logits.t() @ hidden if ctx.needs_input_grad[1] else None
         return dhidden, None if ctx.gathers else dweight, None  # with a main_grad the floor has the product, without the addition
 
 
 def _products(case: BenchCase) -> Call:
     def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
-        return _Products.apply(hidden, weight, 2 if "log_prob" in case.variant else 1)  # type: ignore[no-untyped-call]
+        outputs = 2 if "log_prob" in case.variant else int(case.variant == "none")
+        return _Products.apply(hidden, weight, outputs)  # type: ignore[no-untyped-call]
 
     return call
 
@@ -137,11 +160,13 @@ def _rounded_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), labels)
 
 
-def _wide_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+def _wide_loss(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction=reduction)
 
 
 def _eager(case: BenchCase, run: Run) -> Call:
+    if case.variant == "none":
+        return run(partial(_wide_loss, reduction="none"))
     return run(_logits_policy) if "log_prob" in case.variant else in_a_row(run(_wide_loss))
 
 
@@ -194,6 +219,12 @@ def _liger(case: BenchCase) -> Call:
     return in_a_row(lambda hidden, weight, labels: function.apply(hidden, weight, labels)[0])
 
 
+def _liger_fp32(case: BenchCase) -> Call:
+    function = imported("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    more = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)
+    return in_a_row(lambda hidden, weight, labels: function.apply(hidden, weight, labels, *more)[0])
+
+
 def _liger_hopper(case: BenchCase) -> Call:
     module = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
     function = imported(module, "LigerFusedScaledCrossEntropySM90Function").apply
@@ -218,7 +249,10 @@ def _quack(case: BenchCase) -> Call:
 
 
 def _peers(case: BenchCase) -> list[Contender]:
-    floor, eager = Contender(_floor(case), _products, floor=True), by_pytorch(_eager, "eager fp32 logits")
+    too_large = "its logits don't fit beside the others'" if case.shape[0] * case.shape[2] >= 1 << 31 else None
+    floor, eager = Contender(_floor(case), _products, floor=True), by_pytorch(_eager, "eager fp32 logits", too_large)
+    if case.variant in _ALONE:
+        return [floor, *eager]
     lacks = needs_cute() if case.dtype == torch.bfloat16 else "bf16 only"
     hopper = Contender("Liger Hopper", _liger_hopper, package="Liger", lacks=lacks)
     trl = Contender("TRL", _trl, package="TRL")
@@ -230,6 +264,7 @@ def _peers(case: BenchCase) -> list[Contender]:
         *eager,
         Contender("F.linear_cross_entropy", _torch, lacks=since_torch("2.13", F, "linear_cross_entropy")),
         Contender("Liger", _liger, package="Liger"),
+        Contender("Liger, fp32 sums", _liger_fp32, package="Liger"),
         hopper,
         Contender("CCE", _cce, package="CCE"),
         Contender("QuACK", _quack, package="QuACK"),
@@ -239,7 +274,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 def _floor(case: BenchCase) -> str:
     """Products of all rows, also where half of them are ignored."""
-    return "one product" if "forward" in case.variant else "three products"
+    return "one product" if "forward" in case.variant else "two products" if "frozen" in case.variant else "three products"
 
 
 _APART = "has no loss of hidden states"

@@ -65,6 +65,11 @@ def since_torch(version: str, module: Any, name: str) -> str | None:
     return None if hasattr(module, name) else f"PyTorch {torch.__version__} has none, {version} has"
 
 
+def needs_gpu() -> str | None:
+    """Why kernels for GPUs can't run here, or None."""
+    return None if torch.cuda.is_available() else "needs a GPU"
+
+
 def needs_cute() -> str | None:
     """Why Liger's kernels in the CuTe DSL can't run here, or None."""
     return None if importlib.util.find_spec("cutlass") else "needs nvidia-cutlass-dsl"

@@ -1,4 +1,4 @@
-"""Find the case files: modules of onepass.bench, named as the module that defines an op, or of several ops together."""
+"""Find the case files: modules of onepass.bench, named as the module that defines an op, or of what several ops do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onepass.bench
 from onepass.bench.model import OpBench
 from onepass.runtime.op import OPS
 
-_OF_SEVERAL_OPS = {"fp8_passes", "norm_mlp"}
+_OF_SEVERAL_OPS = {"fp8_passes", "norm_mlp", "wgrad"}
 
 
 def known_ops() -> list[str]:
