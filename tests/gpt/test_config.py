@@ -209,10 +209,6 @@ REFUSED = [  # the fields, and what is said
     ),
     ({"mtp_use_repeated_layer": True}, "mtp_use_repeated_layer must be false without mtp_num_layers, but is true"),
     (
-        STAGES | {"mtp_num_layers": 1},
-        "mtp_num_layers must be None with pipeline_model_parallel_size 2, but is 1: the last stage has no embedding",
-    ),
-    (
         {"recompute_num_layers": 2},
         "recompute_num_layers must be None without recompute_granularity 'full', but is 2, and that is None",
     ),

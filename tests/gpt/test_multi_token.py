@@ -132,6 +132,28 @@ def test_grad_scale_is_each_depths_part():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("base", ({}, GPT2), ids=("llama", "gpt-2"))
+def test_stages(base):
+    """The last has a copy of the embedding, whose gradients and the first's add up to the whole model's."""
+    tokens, labels, _ = given()
+    config = Config(**SHAPE, **base, **MTP, untie_embeddings_and_output_weights=True)
+    whole = started(config)
+    first, last = started(config, layers=range(1), last=False), started(config, layers=range(1, 2), first=False)
+    loss = last(first(tokens), labels, tokens=tokens)
+    assert torch.equal(loss, whole(tokens, labels)) and not first.mtp
+    loss.backward()
+    whole(tokens, labels).backward()
+    found = [{name: parameter.grad for name, parameter in stage.named_parameters()} for stage in (first, last)]
+    for name, parameter in whole.named_parameters():
+        parts = [stage[name] for stage in found if name in stage]
+        assert len(parts) == 1 + name.startswith("embedding") and relative(sum(parts), parameter.grad) < 1e-12, name
+    hidden = first(tokens)
+    with pytest.raises(ValueError, match="tokens must be given to a last stage that trains with mtp_num_layers, but is None"):
+        last(hidden, labels)
+    with torch.no_grad():
+        assert torch.equal(last(hidden, labels), whole.eval()(tokens, labels))
+
+
 def test_counts_and_what_is_refused(tmp_path):
     config = Config(**SHAPE, **MTP)
     assert config.parameters_count() == sum(p.numel() for p in Model(config, device="meta").parameters())
@@ -142,10 +164,5 @@ def test_counts_and_what_is_refused(tmp_path):
     products = each - 2 * 5 * SHAPE["hidden_size"] + 2 * (SHAPE["vocab_size"] + 5) * SHAPE["hidden_size"]
     attention = 2 * 4 * 8 * 16
     assert config.flops_per_token(16) - plain.flops_per_token(16) == 6 * (products + attention)
-    untied = {"untie_embeddings_and_output_weights": True}
-    with pytest.raises(ValueError, match="mtp_num_layers must be None where first and last are not one stage, but is 2"):
-        Model(Config(**SHAPE, **MTP, **untied), first=False)
-    with pytest.raises(ValueError, match="mtp_num_layers must be None with pipeline_model_parallel_size 2, but is 2"):
-        Config(**SHAPE, **MTP, **untied, pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match="mtp_num_layers must be None for a Llama of Hugging Face's, but is 2"):
         save_huggingface(Model(config, seed=0), tmp_path)

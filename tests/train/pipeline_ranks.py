@@ -36,6 +36,7 @@ SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SHARDED = {"use_distributed_optimizer": True}
 INTERLEAVED, ZERO_BUBBLE = {"pipeline_schedule": "interleaved"}, {"pipeline_schedule": "zero-bubble"}
 PACKED = {"pack": True}
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 # ranks -> case -> options of the model, and of its training
 CASES = {
     2: {
@@ -66,6 +67,13 @@ CASES = {
         "less on the last, zero-bubble": (LAST_OF_SIX | VIRTUAL, ZERO_BUBBLE),
         "less on the last, zero-bubble, a stage each": (LAST, ZERO_BUBBLE),
         "less on the last, some recomputed": (LAST | {"recompute_granularity": "full", "recompute_num_layers": 2}, {}),
+        "two tokens more": (MTP, {}),
+        "two tokens more, bf16": (MTP | {"params_dtype": "bf16"}, {}),
+        "two tokens more, packed": (MTP | GPT2, PACKED | {"release_main_grads": True}),
+        "two tokens more, interleaved": (MTP | EACH, INTERLEAVED),
+        "two tokens more, zero-bubble, one layer": (MTP | EACH | {"mtp_use_repeated_layer": True}, ZERO_BUBBLE),
+        "two tokens more, head later": (MTP | LATER, {}),
+        "two tokens more, plain": (MTP | GPT2 | {"plain": True}, {}),
     },
     4: {
         "four stages": ({}, {}),
@@ -84,6 +92,10 @@ CASES = {
         "four stages, less on the last, zero-bubble": (LAST | {"num_layers": 7}, ZERO_BUBBLE),
         "data, sharded, less on the last, interleaved": (LAST_OF_SIX | VIRTUAL, SHARDED | INTERLEAVED),
         "tensor, sequence, less on the last": (SEQUENCE | LAST, {}),
+        "two tokens more, four stages": (MTP, {}),
+        "two tokens more, tensor, sequence": (MTP | GPT2 | SEQUENCE, {}),
+        "two tokens more, data": (MTP, {}),
+        "two tokens more, data, sharded": (MTP | GPT2, SHARDED),
     },
 }
 
@@ -144,15 +156,18 @@ def run(rank, ranks, folder, backend):
 
 
 # each case trains one step from the previous case's checkpoint
-HANDED_ON = ("less on the last", "interleaved", "less on the last, zero-bubble, a stage each")
+HANDED_ON = {
+    "1f1b": ("less on the last", "interleaved", "less on the last, zero-bubble, a stage each"),
+    "two tokens more": ("two tokens more", "two tokens more, interleaved", "two tokens more, head later"),
+}
 
 
-def hand_on(rank, ranks, folder, backend):
-    """Train the steps of HANDED_ON and save their losses. The last checkpoint is left in the folder."""
+def hand_on(rank, ranks, folder, backend, kind):
+    """Train the steps of HANDED_ON[kind] and save their losses. The last checkpoint is left in the folder."""
     join(rank, ranks, folder, backend)
     onepass.use_backend("torch")
     losses, found = [], None
-    for step, name in enumerate(HANDED_ON):
+    for step, name in enumerate(HANDED_ON[kind]):
         config, options, _ = settings(name, ranks)
         divided = layout._groups(config, torch.device("cpu"))
         made = make(config, options.replace(seed=OPTIONS["seed"] + step), divided)  # later cases load weights

@@ -51,7 +51,8 @@ class Model(nn.Module):
         layers: the indices of this stage's blocks; None is all blocks.
         first: whether this stage has the embedding and takes tokens. Other stages take hidden states.
         last: whether this stage has the final norm and the output layer, and returns logits or the loss. Other stages return
-            hidden states.
+            hidden states. With mtp_num_layers it has a copy of the embedding too, which starts as the first stage's: add its
+            gradients to those before a step, and take the weights from there after it.
         device: the parameters' device. After construction on the meta device, call `to_empty` and `reset_parameters`.
         seed: the seed of the weights. None draws one from torch's random state, which must then be the same on all ranks.
     """
@@ -72,7 +73,8 @@ class Model(nn.Module):
         _check_division(config, tp_group, layers, first, last)
         self.config, self.tp_group = config, tp_group
         start = Initializer(int(torch.randint(1 << 62, ())) if seed is None else seed, config.init_method_std)
-        self.embedding = Embedding(config, tp_group, start.of("embedding"), device) if first else None
+        self.first, mtp_layers = first, config.mtp_layers if last else 0
+        self.embedding = Embedding(config, tp_group, start.of("embedding"), device) if first or mtp_layers else None
         self.rotary = Rotary(config, device) if config.position_embedding_type == "rope" else None
         self.layers = nn.ModuleDict(
             {str(n): Block(config, tp_group, start.of(f"layers.{n}"), device, config.precision(n)) for n in layers}
@@ -96,7 +98,7 @@ class Model(nn.Module):
                 dtype=config.dtype,
             )
         self.mtp = nn.ModuleDict(
-            {str(n): MultiTokenLayer(config, tp_group, start.of(f"mtp.{n}"), device) for n in range(config.mtp_layers)}
+            {str(n): MultiTokenLayer(config, tp_group, start.of(f"mtp.{n}"), device) for n in range(mtp_layers)}
         )
         for module in self.modules():
             if isinstance(module, MarkedParameters):
@@ -119,6 +121,7 @@ class Model(nn.Module):
         loss_mask: Tensor | None = None,
         reduction: str = "mean",
         grad_scale: float | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Return the loss if labels are given, else logits [B, S, vocab_size]. Stages other than the last return hidden states.
 
@@ -134,6 +137,7 @@ class Model(nn.Module):
             loss_mask: [B, S], a factor for each token's loss. A mean divides by its sum.
             reduction: ``mean``, ``sum`` or ``none``.
             grad_scale: as in `onepass.linear_cross_entropy`. Only that op supports it: cross_entropy_fusion_impl ``linear``.
+            tokens: [B, S], what the last stage needs beside hidden states to train with mtp_num_layers.
 
         With mtp_num_layers the loss in training has the gradients of the depths' mean losses too, their average times
         mtp_loss_scaling_factor, as a loss that all tokens have. Its value is that of the next token alone, as in Megatron.
@@ -141,7 +145,10 @@ class Model(nn.Module):
         rows = None if labels is None or self.output_layer is None else rows_with_loss(labels, self.output_layer, self.config)
         boundaries, positions = self._places(x, cu_seqlens, positions)
         depths = [] if labels is None else self._depth_targets(labels, boundaries, loss_mask)
-        h: Tensor = x if self.embedding is None else self.embedding(x, positions)
+        tokens = x if self.first else tokens
+        if depths and tokens is None:
+            raise ValueError("tokens must be given to a last stage that trains with mtp_num_layers, but is None")
+        h: Tensor = self.embedding(x, positions) if self.first and self.embedding is not None else x
         pending, aux_losses = None, []
         tables = None if self.rotary is None else self.rotary(self._length(x, positions), positions)
         for at, block in enumerate(self.layers.values()):
@@ -156,9 +163,9 @@ class Model(nn.Module):
         if labels is None:
             return sequences(self.output_layer.logits(h, self._head_weight()), self.config)
         loss = self._loss(h, labels, rows, loss_mask, reduction, grad_scale)
-        if depths:
+        if depths and tokens is not None:
             promised = grad_scale if reduction == "mean" else None
-            aux_losses += self._depth_losses(h, x, positions, tables, boundaries, depths, promised)
+            aux_losses += self._depth_losses(h, tokens, positions, tables, boundaries, depths, promised)
         return loss + sum(aux_losses) * kept_tokens(labels, loss_mask, reduction) if aux_losses else loss
 
     def _depth_targets(self, labels: Tensor, boundaries: Tensor | None, loss_mask: Tensor | None) -> list[DepthTargets]:
@@ -199,7 +206,7 @@ class Model(nn.Module):
 
     def _size(self, x: Tensor) -> tuple[int, int]:
         """Return how many rows x stands for, and of how many tokens."""
-        if self.embedding is not None:
+        if self.first:
             _check_tokens(x)
             return x.shape[0], x.shape[1]
         c = self.config
@@ -335,11 +342,6 @@ def _check_division(config: Config, tp_group: Any, layers: range, first: bool, l
         )
     if layers.step != 1 or layers.start < 0 or layers.stop > config.num_layers:
         raise ValueError(f"layers must be a range within {config.num_layers}, num_layers, but is {layers!r}")
-    if config.mtp_num_layers is not None and not (first and last):
-        raise ValueError(
-            f"mtp_num_layers must be None where first and last are not one stage, but is {config.mtp_num_layers}: depths of "
-            "multi-token prediction need the embedding and the head"
-        )
     if config.tied and first != last:
         raise ValueError(
             "untie_embeddings_and_output_weights must be true where first and last are not one stage, but is false: the head's "

@@ -180,11 +180,6 @@ def _loss(c: Config) -> Iterator[str]:
         )
     if c.mtp_use_repeated_layer and c.mtp_num_layers is None:
         yield "mtp_use_repeated_layer must be false without mtp_num_layers, but is true"
-    if c.mtp_num_layers is not None and c.pipeline_model_parallel_size > 1:
-        yield (
-            f"mtp_num_layers must be None with pipeline_model_parallel_size {c.pipeline_model_parallel_size}, but is "
-            f"{c.mtp_num_layers}: the last stage has no embedding"
-        )
 
 
 def _gradients(c: Config) -> Iterator[str]:

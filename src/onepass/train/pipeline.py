@@ -44,6 +44,7 @@ class PipelinedSteps(TrainSteps):
         self.update.begin()
         given = (batch.tokens.contiguous(),) if 0 in self.model.own else ()  # torch 2.11 requires the example's strides
         labels = {"labels": batch.labels, "target": batch.labels} if self.model.last in self.model.own else {}
+        labels |= {"tokens": batch.tokens} if labels and self.config.mtp_num_layers else {}
         shares: list[Tensor] = []
         with nullcontext() if self._one_stage else self.update.accumulate():
             self._schedule.step(*given, losses=shares, return_outputs=False, **labels, **batch.documents)

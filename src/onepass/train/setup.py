@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onepass.gpt import Config, Model
+from onepass.train.embedding_copy import CopiedEmbeddingUpdate
 from onepass.train.layout import ParallelLayout
 from onepass.train.measured_steps import MeasuredSteps
 from onepass.train.options import Options
@@ -77,7 +78,7 @@ def _pipelined(config: Config, options: Options, layout: ParallelLayout) -> Trai
     from onepass.train.pipeline import PipelinedSteps  # torch.distributed.pipelining takes a second to import
 
     stages = Stages(config, layout, options.seed)
-    update = MainGradUpdate(stages, options, layout)
+    update = (CopiedEmbeddingUpdate if config.mtp_num_layers else MainGradUpdate)(stages, options, layout)
     return Trained(stages, update, PipelinedSteps(stages, config, options, layout, update))
 
 

@@ -32,9 +32,14 @@ class Stages(nn.Module):
         numbers = range(self.pipeline.rank, self.last + 1, self.pipeline.size)
         self.own = {number: self._made(number, layout, seed) for number in numbers}
         parts = [*self.own.values()]
-        self.embedding = parts[0].embedding
+        self.embedding = self.own[0].embedding if 0 in self.own else None
         self.layers = nn.ModuleDict({n: block for part in parts for n, block in part.layers.items()})
-        self.final_layernorm, self.output_layer = parts[-1].final_layernorm, parts[-1].output_layer
+        self.final_layernorm, self.output_layer, self.mtp = parts[-1].final_layernorm, parts[-1].output_layer, parts[-1].mtp
+
+    @property
+    def embedding_copy(self) -> nn.Module | None:
+        """The last stage's copy of the embedding, for multi-token prediction. It is no submodule: the first stage owns it."""
+        return self.own[self.last].embedding if self.last in self.own else None
 
     def _made(self, number: int, layout: ParallelLayout, seed: int) -> Model:
         return Model(

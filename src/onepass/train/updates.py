@@ -95,12 +95,12 @@ class Update(ABC):
 
 
 def _data_group(layout: ParallelLayout) -> dist.ProcessGroup | None:
-    """Return the group for MainGrads, which takes None for all ranks.
+    """Return the group for MainGrads, which takes None for all ranks."""
+    return layout.data.group if layout.ranks == 1 or layout.data.group is not None else lone_group(layout)
 
-    One data-parallel rank among several ranks needs a group of its own, over which nothing is sent.
-    """
-    if layout.ranks == 1 or layout.data.group is not None:
-        return layout.data.group
+
+def lone_group(layout: ParallelLayout) -> dist.ProcessGroup:
+    """Return a group of this rank alone, over which nothing is sent."""
     alone: dist.ProcessGroup = dist.new_group([layout.rank], backend="gloo", use_local_synchronization=True)
     return alone
 
@@ -148,6 +148,10 @@ class MainGradUpdate(Update):
             reduce_sequence_parallel_grads(self.model, self.layout.tensor.group)
         self._norm = self.main_grads.norm()
         return self._norm
+
+    def publish(self) -> None:
+        """Let all ranks have the weights that the optimizer was given. Ranks call it together."""
+        self.optimizer.publish()
 
     def _step(self) -> None:
         self.optimizer.step(self.options.clip_grad or None, zero=True, norm=self._norm)

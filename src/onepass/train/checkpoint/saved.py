@@ -138,7 +138,7 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
     step = int(index["step"])
     parts.set_step(trained.update, step)
     if isinstance(trained.update, MainGradUpdate):
-        trained.update.optimizer.publish()
+        trained.update.publish()
     loaded.put()
     return step
 
