@@ -355,6 +355,7 @@ OTHERS = {
     "rotary_percent is 1.0 there and None here, and 2 more": {"position_embedding_type": "none"},
     "num_moe_experts is None there and 2 here, moe_router_topk is None there and 2 here, "
     "moe_ffn_hidden_size is None there and 24 here, and 1 more": {"num_moe_experts": 2},
+    "mtp_num_layers is None there and 1 here, mtp_use_repeated_layer is None there and False here": {"mtp_num_layers": 1},
 }  # fmt: skip
 
 
