@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +27,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from measuring import write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from onepass.bench.record import commit, device_name, versions
 from onepass.gradients import adamw_kernels as kernels
 from onepass.parallel import AdamW, MainGrads, MasterWeights
 
@@ -183,9 +182,7 @@ def main() -> None:
     rows = [*bench.rows(), *bench.tiled(args.tiles)]
     title = f"{bench.parameters / 1e9:.3f} billion {args.dtype} weights, copy {bench.copy / 1e12:.2f} TB/s"
     Console(width=130).print(table(rows, title))
-    if args.json:
-        machine = {"commit": commit(), "gpu": device_name(device), "versions": versions()}
-        args.json.write_text(json.dumps(machine | {"dtype": args.dtype, "copy": bench.copy, "rows": rows}, indent=1) + "\n")
+    write(args.json, device, dtype=args.dtype, copy=bench.copy, rows=rows)
 
 
 if __name__ == "__main__":

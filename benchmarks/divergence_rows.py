@@ -3,7 +3,7 @@
     python benchmarks/divergence_rows.py --rows 4096 --columns 151936
 
 The share is that of a copy of as many bytes as both heads' logits, read once, and the gradient. More than one read is what caches
-don't hold. Clocks settle in the first rounds, which are not counted.
+don't hold. Times are the GPU's own, each of a call that finds the L2 overwritten (onepass.runtime.ceilings).
 """
 
 import argparse
@@ -11,24 +11,13 @@ from functools import partial
 from unittest import mock
 
 import torch
+from measuring import median_ms
 
 from onepass.ops.loss.linear_divergence import kernels
 from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
 from onepass.ops.loss.linear_divergence.rows import LogitRows
 
 TILES = [(4096, 8, 1), (4096, 16, 1), (4096, 32, 1), (8192, 16, 1), (8192, 32, 1), (16384, 32, 1), (32768, 32, 1)]
-
-
-def median_ms(run, rounds=20, unmeasured=5):
-    times = []
-    for _ in range(rounds + unmeasured):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[unmeasured:])[rounds // 2]
 
 
 def main():

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import join_ranks, step_ms, write
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from onepass.bench.record import commit, device_name, versions
 from onepass.gpt import Model, preset
 from onepass.parallel import FSDPMainGrads, ShardedAdamW
 
@@ -71,15 +69,7 @@ def measure(way: str, count: int, sequences: int) -> dict[str, Any]:
     microbatches = [torch.randint(vocabulary, (sequences, LENGTH + 1), device="cuda") for _ in range(count)]
     losses = [float(step(model, optimizer, microbatches)) for _ in range(4)]
     torch.cuda.reset_peak_memory_stats()
-    times, cpu_times = [], []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(3):
-            step(model, optimizer, microbatches)
-        cpu_times.append((time.perf_counter() - begun) / 3 * 1e3)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) / 3 * 1e3)
+    times, cpu_times = step_ms(lambda: step(model, optimizer, microbatches), rounds=5, steps=3)
     peak = torch.cuda.max_memory_allocated() / 2**30
     figures = {"ms": statistics.median(times), "ms_range": [min(times), max(times)], "cpu_ms": statistics.median(cpu_times)}
     return figures | {"peak_gib": peak, "losses": losses}
@@ -89,11 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
-        os.environ.setdefault(name, value)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    os.environ.update(alone | os.environ)
+    device = join_ranks()
     rows: dict[str, dict[str, Any]] = {}
     for count, sequences in BATCHES:
         case = f"1B {count} x {sequences} x {LENGTH}"
@@ -105,9 +93,8 @@ def main() -> None:
                 print(f"{case:18} {way:36} {times} {found['peak_gib']:6.1f} GiB  loss {found['losses'][-1]:.4f}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
-    if args.json and dist.get_rank() == 0:
-        facts = {"commit": commit(), "gpu": device_name(device), "versions": versions(), "ranks": dist.get_world_size()}
-        args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        write(args.json, device, ranks=dist.get_world_size(), rows=rows)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,6 @@ mode="reduce-overhead"). Every way's results are compared with those of the prog
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import onepass
-from onepass.bench.record import commit, device_name, versions
 
 Fn = Callable[..., Any]
 WRITTEN = "as written"
@@ -345,9 +344,7 @@ def main() -> None:
         for row in result.values():
             row.pop("report", None)
         rows[name] = {"title": case.name, "ways": result}
-    if args.json:
-        record = {"commit": commit(), "gpu": device_name(torch.device("cuda")), "versions": versions(), "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    write(args.json, torch.device("cuda"), rows=rows)
 
 
 if __name__ == "__main__":

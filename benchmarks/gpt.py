@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,10 +26,10 @@ from typing import Any
 
 import plain_gpt
 import torch
+from measuring import step_ms, write
 from rich.console import Console
 from rich.table import Table
 
-from onepass.bench.record import commit, device_name, versions
 from onepass.gpt import Config, preset
 from onepass.runtime.ceilings import clock_for, matmul_tflops
 from onepass.train.batches import TokenBatch
@@ -117,25 +116,17 @@ def measure(case: Case, way: str, steps: int) -> dict[str, Any]:
     warm = time.perf_counter() + WARM_S
     while time.perf_counter() < warm:
         step()
-    times = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(steps):
-            loss = step()
-        queued = time.perf_counter()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) / steps)
-    ms = statistics.median(times) * 1e3
+    times, queued = step_ms(step, ROUNDS, steps)
+    ms = statistics.median(times)
     return {
         "ms": ms,
-        "ms_range": [min(times) * 1e3, max(times) * 1e3],
-        "host_ms": (queued - begun) / steps * 1e3,
+        "ms_range": [min(times), max(times)],
+        "host_ms": queued[-1],
         "tokens_per_s": case.sequences * case.length / ms * 1e3,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "first_s": first,
-        "loss": float(loss),
+        "loss": float(step()),
     }
 
 
@@ -173,10 +164,7 @@ def main() -> None:
                 way, f"{found['ms']:.1f}", f"{found['tokens_per_s']:,.0f}", f"{found['of_peak']:.3f}", f"{found['peak_gib']:.2f}",
                 f"{found['host_ms']:.1f}",
             )  # fmt: skip
-            if args.json:
-                facts = {"commit": commit(), "gpu": device_name(DEVICE), "versions": versions(), "tflops": peak}
-                record = facts | {"deterministic": not args.no_deterministic, "rows": rows}
-                args.json.write_text(json.dumps(record, indent=1) + "\n")
+            write(args.json, DEVICE, tflops=peak, deterministic=not args.no_deterministic, rows=rows)
         console.print(shown)
 
 

@@ -53,12 +53,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from measuring import write
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import onepass
-from onepass.bench.record import commit, device_name, versions
 from onepass.gpt import Config, preset
 from onepass.parallel import DeferredWgrad
 from onepass.profiling.trace import STEP, length, union
@@ -496,7 +496,7 @@ def main() -> None:
     if unknown := set(args.row or ()) - {row.name for row in rows}:
         parser.error(f"--row must be one of {', '.join(row.name for row in rows)}, but is {', '.join(sorted(unknown))}")
     rows = [row for row in rows if args.row is None or row.name in args.row]
-    machine = {"commit": commit(), "gpu": device_name(torch.device("cpu" if args.small else "cuda")), "versions": versions()}
+    device = torch.device("cpu" if args.small else "cuda")
     told: dict[str, dict[str, Any]] = {}
     for row, found in results(rows, args.small, args.traces):
         if isinstance(found, str):
@@ -505,10 +505,8 @@ def main() -> None:
             told[row.name] = described(row, size, found)
             compare(row, rows, told)
         print(line(row, told[row.name]), flush=True)
-        if args.json:
-            kept = {row.name: asdict(row) | told[row.name] for row in rows if row.name in told}
-            record = machine | {"size": asdict(size), "deterministic": True, "rows": kept}
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+        kept = {row.name: asdict(row) | told[row.name] for row in rows if row.name in told}
+        write(args.json, device, size=asdict(size), deterministic=True, rows=kept)
     console.print(table(rows, told, size))
     if any("pipeline" in own for own in told.values()):
         console.print(pipelines(rows, told))

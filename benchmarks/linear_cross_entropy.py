@@ -10,8 +10,6 @@ before, returned gradients included. `onepass bench linear_cross_entropy` measur
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import fill_queue, join_ranks, peak_mib, ranks_ms, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn import Parameter
 
 import onepass
-from onepass.bench.record import commit, device_name, versions
 
 CASES = (
     (8192, 4096, 128256), (32768, 4096, 128256), (8192, 2304, 256000), (16384, 4096, 32000), (4096, 4096, 128256),
@@ -39,27 +37,6 @@ def stepper(hidden: Tensor, weight: Parameter, labels: Tensor, *args: Any, **opt
         onepass.linear_cross_entropy(hidden, weight, labels, *args, **options).backward()
 
     return step
-
-
-def peak_mib(step: Callable[[], None]) -> float:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def milliseconds(step: Callable[[], None]) -> float:
-    dist.barrier()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)
-    start.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def measure(case: tuple[int, int, int], rounds: int) -> Any:
@@ -85,7 +62,7 @@ def measure(case: tuple[int, int, int], rounds: int) -> Any:
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, step in turns.items():
-            times[name] += [milliseconds(step) for _ in range(4)]  # as many on every rank: a clock would decide by itself
+            times[name] += [ranks_ms(step, fill_queue) for _ in range(4)]  # as many on every rank: a clock would decide by itself
     one = statistics.median(times["one GPU"])
     for name, each in times.items():
         found[name]["ms"] = statistics.median(each)
@@ -111,17 +88,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    rows, console = {}, Console(width=130, quiet=dist.get_rank() > 0)
+    device, rows = join_ranks(), {}
+    console = Console(width=130, quiet=dist.get_rank() > 0)
     for case in args.case or CASES:
         result = rows["{} x {} x {}".format(*case)] = measure(case, args.rounds)
         console.print(table(case, result))
         torch.cuda.empty_cache()
-    if args.json and dist.get_rank() == 0:
-        record = {"commit": commit(), "gpu": device_name(device), "versions": versions(), "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        write(args.json, device, rows=rows)
     dist.destroy_process_group()
 
 

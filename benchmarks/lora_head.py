@@ -3,31 +3,20 @@
     python benchmarks/lora_head.py --shape 8192 4096 151936 --rank 16
 
 Shares are of the products that a frozen head cannot do without: two of tokens x hidden x vocabulary, or one without gradients.
-Clocks settle in the first rounds, which are not counted.
+Times are the GPU's own, each of a call that finds the L2 overwritten (onepass.runtime.ceilings).
 """
 
 import argparse
 from functools import partial
 
 import torch
+from measuring import median_ms, peak_mib
 
 import onepass
 from onepass.ops.loss.formula import LossOptions
 from onepass.ops.loss.linear_cross_entropy import head as heads
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def median_ms(run, rounds=20, unmeasured=5):
-    times = []
-    for _ in range(rounds + unmeasured):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[unmeasured:])[rounds // 2]
 
 
 def step(hidden, weight, labels, lora, asking, **options):
@@ -49,10 +38,7 @@ def calls(hidden, weight, labels, lora):
         for said, given in (("lora", lora), ("frozen", None)):
             run = partial(step, hidden, weight, labels, given, asking, **options)
             run()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            time = median_ms(run)
-            peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+            peak, time = peak_mib(run), median_ms(run)
             print(f"{name:18} {said:7} {time:7.2f} ms, {time / (sum(floor) if asking else floor[0]):.3f}; {peak:.0f} MiB")
 
 

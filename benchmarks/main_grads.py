@@ -17,8 +17,6 @@ one microbatch. Milliseconds, medians over the rounds of the slowest rank's:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -28,13 +26,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import common, fill_queue, join_ranks, kernels, ranks_ms, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from traces import common, fill_queue, kernels
 
 import onepass
-from onepass.bench.record import commit, device_name, versions
 from onepass.parallel import MainGrads
 from onepass.profiling.trace import length, union
 
@@ -89,25 +86,12 @@ class Bench:
             self.x, self.dy = torch.randn(2, size.sequence, size.batch, size.hidden, dtype=torch.bfloat16)
 
     def milliseconds(self, step: Callable[[], object]) -> float:
-        self.together()
-        if self.device.type == "cpu":
-            start = perf_counter()
-            step()
-            return 1e3 * (perf_counter() - start)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        fill_queue()
-        first.record()
-        step()
-        last.record()
-        torch.cuda.synchronize()
-        elapsed: float = first.elapsed_time(last)
-        return elapsed
-
-    def together(self) -> None:
-        """All ranks begin at once, with nothing under way."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            return ranks_ms(step, fill_queue)
         dist.barrier()
+        start = perf_counter()
+        step()
+        return 1e3 * (perf_counter() - start)
 
     def backward(self, main_grads: MainGrads) -> Callable[[], None]:
         """A microbatch's, after its forward."""
@@ -185,21 +169,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    rank, size = int(os.environ["LOCAL_RANK"]), SMALL if args.small else REAL
+    size = SMALL if args.small else REAL
     if args.small:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     else:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        device = join_ranks()
     bench = Bench(size, device)
     rows = [bench.row(bucket_mib, shard, size.rounds) for shard in (False, True) for bucket_mib in size.buckets_mib]
-    if rank == 0:
+    if dist.get_rank() == 0:
         Console(width=130).print(table(rows))
-        if args.json:
-            machine = {"commit": commit(), "gpu": device_name(device), "versions": versions(), "ranks": dist.get_world_size()}
-            args.json.write_text(json.dumps(machine | size._asdict() | {"rows": rows}, indent=1) + "\n")
+        write(args.json, device, ranks=dist.get_world_size(), **size._asdict(), rows=rows)
     dist.destroy_process_group()
 
 

@@ -20,7 +20,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-from onepass.bench.record import commit, device_name, versions
+from measuring import step_ms, write
 
 WAYS = ("stock", "install", "split", "spec")
 LENGTH, VOCABULARY = 4096, 128256
@@ -89,7 +87,7 @@ def kernel_times(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def measure(way: str, batch: int, profiled: bool = False) -> dict[str, Any]:
-    from torch.cuda import max_memory_allocated, reset_peak_memory_stats, synchronize
+    from torch.cuda import max_memory_allocated, reset_peak_memory_stats
 
     warnings.simplefilter("ignore")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -113,14 +111,7 @@ def measure(way: str, batch: int, profiled: bool = False) -> dict[str, Any]:
 
     losses = [round(float(step()), 3) for _ in range(4)]
     reset_peak_memory_stats()
-    times = []
-    for _ in range(4):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(3):
-            step()
-        synchronize()
-        times.append((time.perf_counter() - start) / 3 * 1e3)
+    times, _ = step_ms(step, rounds=4, steps=3)
     memory = round(max_memory_allocated() / 2**30, 1)
     row = {"way": way, "batch": batch, "ms": round(statistics.median(times), 1), "gib": memory, "losses": losses}
     if profiled:
@@ -148,9 +139,7 @@ def main() -> None:
         lines = done.stdout.splitlines()
         found.append(json.loads(lines[-1]) if done.returncode == 0 else {"way": way, "batch": args.batch, "failed": True})
         print(found[-1], flush=True)
-    if args.json:
-        facts = {"commit": commit(), "gpu": device_name(torch.device("cuda", 0)), "versions": versions()}
-        args.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n")
+    write(args.json, torch.device("cuda", 0), rows=found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +19,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import common, join_ranks, kernels, ranks_ms, write
 from torch import Tensor
-from traces import common, kernels
 
 import onepass
-from onepass.bench.record import commit, device_name, versions
 from onepass.parallel import DeferredWgrad, collectives, tensor_parallel
 from onepass.profiling.trace import length, union
 
@@ -110,38 +108,21 @@ def measured(step: Callable[[], object]) -> dict[str, object]:
 
 
 def milliseconds(step: Callable[[], object], times: int = 10) -> float:
-    for _ in range(3):
-        step()
-    found = []
-    for _ in range(times):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end))
-    return sorted(found)[times // 2]
+    return sorted([ranks_ms(step) for _ in range(3 + times)][3:])[times // 2]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = join_ranks()
     steps = {"backward": backward_of, "flush": flush_of}
     found = {name: measured(made(dist.group.WORLD, device)) for name, made in steps.items()}
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
-        if args.json:
-            shape: dict[str, object] = {"tokens": TOKENS * BATCH, "hidden": HIDDEN, "inner": INNER, "ranks": ranks}
-            shape |= {"flushed": {"tokens": TOKENS, "vocabulary": VOCABULARY, "microbatches": MICROBATCHES}}
-            machine = {"commit": commit(), "gpu": device_name(device), "versions": versions()}
-            args.json.write_text(json.dumps(machine | shape | found, indent=1) + "\n")
+        shape = {"tokens": TOKENS * BATCH, "hidden": HIDDEN, "inner": INNER, "ranks": dist.get_world_size()}
+        flushed = {"tokens": TOKENS, "vocabulary": VOCABULARY, "microbatches": MICROBATCHES}
+        write(args.json, device, **shape, flushed=flushed, **found)
     dist.destroy_process_group()
 
 
