@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onepass.bench import accuracy
-from onepass.bench.model import BenchCase, Call, Inputs
+from onepass.bench.model import BenchCase, Call, Inputs, differentiate
 from onepass.cli import main
 
 
@@ -38,6 +38,17 @@ def given(
 def made(module: ModuleType, case: BenchCase, name: str = "onepass") -> Call:
     """Return a contender's call."""
     return next(contender for contender in module.BENCH.contenders(case) if contender.name == name).make(case)
+
+
+def check_contenders(module: ModuleType, case: BenchCase, inputs: Inputs) -> None:
+    """Assert that each contender is right, leaves its inputs, and runs again, as when it is timed."""
+    before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
+    for contender in module.BENCH.contenders(case):
+        if not (contender.compiles or contender.floor or contender.lacks):
+            call = contender.make(case)
+            assert not wrong(module, case, inputs, call, contender.ours), contender.name
+            assert all(torch.equal(inputs.tensors[name], tensor) for name, tensor in before.items()), contender.name
+            differentiate(call(*inputs.tensors.values()), list(inputs.asked.values()), inputs.fresh_grads(), inputs.trained)
 
 
 def wrong(module: ModuleType, case: BenchCase, inputs: Inputs, call: Call, ours: bool = False) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench import benching
-from bench.benching import stand_in, wrong
+from bench.benching import check_contenders, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import activation_linear
@@ -46,9 +46,7 @@ def test_every_contender_is_called_rightly(variant: str, monkeypatch: pytest.Mon
     case, inputs = given(variant)
     contenders = activation_linear.BENCH.contenders(case)
     assert [contender.name for contender in contenders if contender.lacks] == (["QuACK"] if variant == "swiglu" else [])
-    for contender in contenders:
-        if not (contender.compiles or contender.lacks):
-            assert not wrong(activation_linear, case, inputs, contender.make(case), contender.ours), contender.name
+    check_contenders(activation_linear, case, inputs)
 
 
 def test_ours_may_round_once_and_not_twice() -> None:

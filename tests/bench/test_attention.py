@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bench import benching
-from bench.benching import bench, made, only, stand_in, wrong
+from bench.benching import bench, check_contenders, made, only, stand_in, wrong
 
 from onepass.bench import attention, attention_options
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
@@ -24,14 +24,7 @@ def given(variant: str) -> tuple[BenchCase, Inputs]:
 @pytest.mark.parametrize("variant", list(attention._GPU))
 def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -> None:
     case, inputs = given(variant)
-    before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
-    contenders = attention.BENCH.contenders(case)
-    for contender in contenders:
-        if not contender.compiles and contender.lacks is None:
-            call = contender.make(case)
-            assert not wrong(attention, case, inputs, call, contender.ours), contender.name
-            assert all(torch.equal(inputs.tensors[name], tensor) for name, tensor in before.items()), contender.name
-            torch.autograd.backward(call(*inputs.tensors.values()), inputs.fresh_grads())  # and again, as when it is timed
+    check_contenders(attention, case, inputs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what lacks a GPU")
@@ -106,16 +99,6 @@ def test_the_keys_that_a_window_shows() -> None:
 def test_what_computes_something_else_is_wrong() -> None:
     (case, inputs), plain = given("turned"), made(attention, given("plain")[0])
     assert wrong(attention, case, inputs, lambda qkv, cos, sin: plain(qkv)) == ["y", "dqkv"]
-
-
-@pytest.mark.usefixtures("one_round")
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, attention, given("turned, any order")[0])
-    assert bench("attention", "--json", str(tmp_path / "run.json")) == 0
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
-    for name in ("onepass", "rope + SDPA", "flash"):
-        assert rows[name]["status"] == "ok", rows[name]["message"]
-        assert rows[name]["both_of_reference"] > 0
 
 
 @pytest.mark.usefixtures("one_round")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench, made
+from bench.benching import bench, made, only
 from torch import Tensor
 
 from onepass.bench import accuracy, bias_activation, command, gpu, options, record, registry, runner
@@ -63,6 +64,23 @@ def test_a_run_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "swiglu 33 x 40" in said.out
     assert "> onepass" in said.out
     assert said.err == ""  # no progress bar where nobody watches
+
+
+@pytest.mark.parametrize("op", registry.known_ops())
+def test_a_run_of_each_op(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny input: what needs no other package is right, and has its times."""
+    module = importlib.import_module(f"onepass.bench.{op}")
+    case = module.BENCH.tiny(module.BENCH.cases(torch.device("cpu"), torch.bfloat16, False)[0])
+    here = [each.name for each in module.BENCH.contenders(case) if not (each.package or each.slow_start or each.lacks)]
+    only(monkeypatch, module, case)
+    assert bench(op, "--json", str(tmp_path / "run.json")) == 0
+    rows = rows_of(tmp_path / "run.json")
+    assert rows.keys() >= {"copy", *here}
+    reference = module.BENCH.reference_of(case)
+    for name in here:
+        assert rows[name]["status"] == "ok", rows[name]["message"]
+        assert rows[name]["forward_ms"] > 0 and (rows[name]["backward_ms"] is None) is (case.backward_bytes == 0)
+        assert rows[name]["reference"] == reference and (rows[name]["both_of_reference"] is None) is (reference is None)
 
 
 def _another_formula(case: BenchCase) -> Callable[..., Tensor]:

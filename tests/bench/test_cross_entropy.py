@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from bench import benching
-from bench.benching import bench, cute, made, only, stand_in, wrong
+from bench.benching import check_contenders, cute, made, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import cross_entropy
@@ -61,29 +59,13 @@ def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", ["plain", "smoothing", "over"])
 def test_every_contender_is_called_rightly_and_leaves_the_logits(variant: str) -> None:
     case, inputs = given(variant)
-    before = inputs.tensors["logits"].detach().clone()
-    for contender in cross_entropy.BENCH.contenders(case):
-        if not contender.compiles:
-            call = contender.make(case)
-            assert not wrong(cross_entropy, case, inputs, call, contender.ours), contender.name
-            assert torch.equal(inputs.tensors["logits"], before), contender.name
-            call(*inputs.tensors.values())[0].backward()  # and again, as when it is timed
+    check_contenders(cross_entropy, case, inputs)
 
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("smoothing")
     assert wrong(cross_entropy, case, inputs, made(cross_entropy, given("plain")[0]))
     assert wrong(cross_entropy, case, inputs, lambda x, y: made(cross_entropy, case)(x, y.clamp_min(0)))
-
-
-@pytest.mark.usefixtures("one_round")
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, cross_entropy, given("over")[0])
-    assert bench("cross_entropy", "--json", str(tmp_path / "run.json")) == 0
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
-    for name in ("onepass", "eager"):
-        assert rows[name]["status"] == "ok", rows[name]["message"]
-        assert rows[name]["forward_ms"] > 0
 
 
 def test_the_full_cases_are_those_of_a_gpu() -> None:

@@ -8,18 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench import benching
-from bench.benching import stand_in
+from bench.benching import check_contenders, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import accuracy, dropout_add
-from onepass.bench.model import BenchCase, Call, Inputs
 
 given = partial(benching.given, dropout_add, (40, 96))
-
-
-def wrong(case: BenchCase, inputs: Inputs, call: Call, ours: bool) -> list[str]:
-    found, allowed = accuracy.judged(dropout_add.BENCH, case, inputs, accuracy.outputs(call, inputs), ours)
-    return accuracy.too_far(found, allowed)
 
 
 def _megatron(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -31,9 +25,7 @@ def _megatron(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob:
 def test_every_contender_is_right(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, {"megatron.core.fusions.fused_bias_dropout": {"bias_dropout_add_fused_train": _megatron}})
     case, inputs = given(variant)
-    for contender in dropout_add.BENCH.contenders(case):
-        if contender.name != "torch.compile":
-            assert wrong(case, inputs, contender.make(case), contender.ours) == [], contender.name
+    check_contenders(dropout_add, case, inputs)
     assert dropout_add.BENCH.backend(case, inputs) in ("triton", "torch")
 
 
@@ -44,7 +36,7 @@ def test_one_that_errs_is_caught() -> None:
         y = residual + F.dropout(x + bias, dropout_add.P)
         return y.detach() + (x + bias + residual - (x + bias + residual).detach())
 
-    assert wrong(case, inputs, dropout_add._watched(in_backward_all), False) == ["dx", "dbias"]
+    assert wrong(dropout_add, case, inputs, dropout_add._watched(in_backward_all)) == ["dx", "dbias"]
     with pytest.raises(RuntimeError, match=r"0\.\d* of the elements are kept, where 0\.9"):
         accuracy.outputs(dropout_add._watched(lambda x, residual, bias: residual + F.dropout(x + bias, 0.5)), inputs)
 

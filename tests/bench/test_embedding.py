@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from bench import benching
-from bench.benching import bench, made, only, wrong
+from bench.benching import check_contenders, made, wrong
 
 import onepass
 from onepass.bench import embedding
@@ -20,9 +18,7 @@ given = partial(benching.given, embedding, (400, 24, 90))
 @pytest.mark.parametrize("variant", embedding._VARIANTS)
 def test_every_contender_is_called_rightly(variant: str) -> None:
     case, inputs = given(variant)
-    for contender in embedding.BENCH.contenders(case):
-        if not contender.compiles:
-            assert not wrong(embedding, case, inputs, contender.make(case), contender.ours), contender.name
+    check_contenders(embedding, case, inputs)
 
 
 def test_what_computes_something_else_is_wrong() -> None:
@@ -39,12 +35,3 @@ def test_as_many_rows_are_looked_up_as_expected() -> None:
         expected = embedding._expected_rows(variant, 4000, 3000)
         assert abs(ids.unique().numel() - expected) <= 0.03 * expected
         assert case.backward_bytes == 2 * 4000 + 8 * 4000 + 8 * expected
-
-
-@pytest.mark.usefixtures("one_round")
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, embedding, given("words")[0])
-    assert bench("embedding", "--json", str(tmp_path / "run.json")) == 0
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
-    for name in ("onepass", "eager", "Megatron"):
-        assert rows[name]["status"] == "ok", rows[name]["message"]

@@ -430,7 +430,7 @@ def test_what_cannot_be_done_is_said_at_once(arguments: list[str], words: str, c
 
 
 def test_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(huggingface, "_version", lambda distribution: None)
+    monkeypatch.setattr(huggingface, "version_of", lambda distribution: None)
     assert bench("huggingface") == 2
     assert "huggingface needs transformers: pip install transformers" in capsys.readouterr().err
     from onepass.cli import main

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench import benching
-from bench.benching import bench, made, only, stand_in, wrong
+from bench.benching import bench, check_contenders, made, only, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import accuracy, linear_cross_entropy, report
@@ -76,10 +76,7 @@ def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_contender_is_called_rightly(variant: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case, inputs = given(variant, dtype)
-        for contender in linear_cross_entropy.BENCH.contenders(case):
-            if not (contender.compiles or contender.floor or contender.lacks):
-                call = contender.make(case)
-                assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
+        check_contenders(linear_cross_entropy, case, inputs)
 
 
 @others
@@ -88,10 +85,7 @@ def test_every_contender_of_the_others_is_called_rightly(variant: str) -> None:
         case, inputs = given(variant, dtype)
         asked = set() if "forward" in variant else {"hidden"} if "frozen" in variant else {"hidden", "weight"}
         assert inputs.asked.keys() == asked
-        for contender in linear_cross_entropy.BENCH.contenders(case):
-            if not (contender.compiles or contender.floor or contender.lacks):
-                call = contender.make(case)
-                assert not wrong(linear_cross_entropy, case, inputs, call, contender.ours), contender.name
+        check_contenders(linear_cross_entropy, case, inputs)
 
 
 @others

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bench import benching
-from bench.benching import bench, made, only, stand_in, wrong
+from bench.benching import check_contenders, made, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import accuracy, linear_divergence
@@ -51,10 +49,7 @@ def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_contender_is_called_rightly(variant: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case, inputs = given(variant, dtype)
-        for contender in linear_divergence.BENCH.contenders(case):
-            if not (contender.compiles or contender.floor):
-                call = contender.make(case)
-                assert not wrong(linear_divergence, case, inputs, call, contender.ours), contender.name
+        check_contenders(linear_divergence, case, inputs)
 
 
 def test_errors_are_of_sums_over_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,17 +69,6 @@ def test_what_computes_something_else_is_wrong() -> None:
     assert "loss" in wrong(linear_divergence, case, inputs, lambda *heads: ours(*heads) * (1 + 1e-3), ours=True)
     other = made(linear_divergence, given("forward_kl")[0])
     assert wrong(linear_divergence, case, inputs, other)
-
-
-@pytest.mark.usefixtures("one_round")
-def test_a_run_is_set_against_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, linear_divergence, given("jsd")[0])
-    assert bench("linear_divergence", "--json", str(tmp_path / "run.json")) == 0
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
-    for name in ("onepass", "four products", "eager"):
-        assert rows[name]["status"] == "ok", rows[name]["message"]
-        assert rows[name]["both_of_reference"] > 0
-    assert rows["four products"]["floor"] is True
 
 
 def test_the_full_cases_are_those_of_a_gpu() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench import benching
-from bench.benching import bench, made, only, stand_in, wrong
+from bench.benching import bench, check_contenders, made, only, stand_in, wrong
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,9 +42,7 @@ class _LayerNormLinear(torch.nn.Module):
 def test_every_contender_is_called_rightly(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, {"transformer_engine.pytorch": {"LayerNormLinear": _LayerNormLinear}})
     case, inputs = given(variant)
-    for contender in norm_linear.BENCH.contenders(case):
-        if not contender.compiles:
-            assert not wrong(norm_linear, case, inputs, contender.make(case), contender.ours), contender.name
+    check_contenders(norm_linear, case, inputs)
 
 
 def test_ours_is_judged_by_a_product_of_what_is_stored() -> None:

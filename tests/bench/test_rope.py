@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bench import benching
-from bench.benching import bench, cute, made, only, stand_in, wrong
+from bench.benching import check_contenders, cute, made, stand_in, wrong
 from torch import Tensor
 
 from onepass.bench import rope
@@ -71,33 +69,17 @@ def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", ["halves", "interleaved", "qk-norm", "qk-norm zero-centred"])
 def test_every_contender_is_called_rightly_and_leaves_its_inputs(variant: str) -> None:
     case, inputs = given(variant)
-    before = {name: tensor.detach().clone() for name, tensor in inputs.tensors.items()}
     contenders = rope.BENCH.contenders(case)
     liger = ["Liger", "Liger CuTe"]
     expected = [*{"halves": liger, "interleaved": []}.get(variant, ["rms_norm, then rope", *liger]), "QuACK"]
     assert [contender.name for contender in contenders][3:] == expected
-    for contender in contenders:
-        if not contender.compiles:
-            call = contender.make(case)
-            assert not wrong(rope, case, inputs, call, contender.ours), contender.name
-            assert all(torch.equal(inputs.tensors[name], tensor) for name, tensor in before.items()), contender.name
-            torch.autograd.backward(call(*inputs.tensors.values()), inputs.fresh_grads())  # and again, as when it is timed
+    check_contenders(rope, case, inputs)
 
 
 def test_what_computes_something_else_is_wrong() -> None:
     case, inputs = given("halves")
     assert set(wrong(rope, case, inputs, made(rope, given("interleaved")[0]))) == {"yq", "yk", "dq", "dk"}
     assert wrong(rope, case, inputs, lambda q, k, cos, sin: (made(rope, case)(q, k, cos, sin)[0], k * 1)) == ["yk", "dk"]
-
-
-@pytest.mark.usefixtures("one_round")
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, rope, given("halves")[0])
-    assert bench("rope", "--json", str(tmp_path / "run.json")) == 0
-    rows = {row["contender"]: row for row in json.loads((tmp_path / "run.json").read_text())["rows"]}
-    for name in ("onepass", "eager"):
-        assert rows[name]["status"] == "ok", rows[name]["message"]
-        assert rows[name]["forward_ms"] > 0
 
 
 def test_the_full_cases_are_those_of_a_gpu() -> None:

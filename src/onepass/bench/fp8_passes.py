@@ -22,6 +22,7 @@ from torch import Tensor
 from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Inputs, Result
+from onepass.bench.peers import once
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.fp8_tile import SLOTS
 from onepass.kernels.language import triton_unsupported
@@ -171,15 +172,12 @@ def _norm(
 
 def _kept_statistics() -> Callable[[Tensor, Tensor], Tensor | None]:
     """Return a function that returns what forward keeps of x, computed once for each x."""
-    held: list[tuple[Tensor, Tensor | None]] = []
 
     def statistics(x: Tensor, weight: Tensor) -> Tensor | None:
-        if not held or held[0][0] is not x:
-            write = norm_fp8.norm_codes if triton_unsupported(x) is None else norm_fp8.norm_codes_formula
-            held[:] = [(x, write(x, None, weight, None, _NORM, FP8Target(E4M3), True)[3])]
-        return held[0][1]
+        write = norm_fp8.norm_codes if triton_unsupported(x) is None else norm_fp8.norm_codes_formula
+        return write(x, None, weight, None, _NORM, FP8Target(E4M3), True)[3]
 
-    return statistics
+    return once(statistics)
 
 
 def _swiglu(what: str, x: Tensor, scale: Tensor, amax: Tensor, saturated: Tensor, dy: Tensor | None = None) -> Result:

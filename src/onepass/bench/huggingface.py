@@ -18,7 +18,6 @@ import tempfile
 import time
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,13 @@ from onepass.bench.huggingface_cases import (
     reached,
 )
 from onepass.bench.peers import find_peers
-from onepass.bench.record import commit, device_name, versions
+from onepass.bench.record import commit, device_name, plain, version_of, versions
 from onepass.runtime.errors import CommandError
 from onepass.runtime.fp8 import unfit_gpu
 
 NAME = "huggingface"
 STEPS, STEPS_QUICK = 50, 5
+_DIGITS = 7  # of what is written: losses differ in the last of them
 Rows = dict[str, dict[str, ModelResult]]  # by case, by contender
 _FIELDS = {field.name for field in fields(ModelResult)}
 
@@ -126,20 +126,13 @@ def _wanted(args: argparse.Namespace, device: torch.device) -> list[ModelCase]:
         raise CommandError(f"--budget must be more than 0 seconds, but is {args.budget:g}")
     if device.type == "cpu" and not args.quick:
         raise CommandError(f"{NAME} needs a GPU: on a CPU there is --quick, with small models")
-    if _version("transformers") is None:
+    if version_of("transformers") is None:
         raise CommandError(f"{NAME} needs transformers: pip install transformers")
     known = cases(args.quick)
     found = [case for case in known if args.case is None or args.case.lower() in case.name.lower()]
     if not found:
         raise CommandError(f"--case {args.case!r} names none; there are {', '.join(case.name for case in known)}")
     return found
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: float) -> ModelResult | None:
@@ -207,7 +200,7 @@ def _facts(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
     return {
         "commit": commit(),
         "device": device_name(device),
-        "versions": {**versions(), "transformers": _version("transformers"), "peers": peers},
+        "versions": {**versions(), "transformers": version_of("transformers"), "peers": peers},
         "dtype": "bf16",
         "quick": quick,
         "steps": steps,
@@ -251,7 +244,7 @@ def _save(path: Path | None, facts: dict[str, Any], rows: Rows) -> None:
 
 def _row(case: ModelCase, found: ModelResult) -> dict[str, Any]:
     shown = {"op": NAME, "case": case.name, "shape": [case.sequences, case.length], "tokens": case.tokens}
-    return shown | {"attention": case.attention} | {name: _plain(value) for name, value in asdict(found).items()}
+    return shown | {"attention": case.attention, **plain(asdict(found), _DIGITS)}
 
 
 def _bar(case: ModelCase, rows: list[ModelResult]) -> list[dict[str, Any]]:
@@ -259,17 +252,8 @@ def _bar(case: ModelCase, rows: list[ModelResult]) -> list[dict[str, Any]]:
     for bar in case.bars:
         is_now = reached(bar, rows)
         value, enough = is_now or (None, None)
-        found.append({"case": case.name, **asdict(bar), "is": _plain(value), "reached": enough})
+        found.append({"case": case.name, **asdict(bar), "is": plain(value, _DIGITS), "reached": enough})
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Round floats to seven digits: more is noise. NaN and infinity, which JSON lacks, become strings."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if abs(value) < float("inf") else str(value)
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def _in_order(rows: dict[str, ModelResult]) -> list[ModelResult]:

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, in_a_row, of_each
+from onepass.bench.heads import head_products
 from onepass.bench.inputs import Random, give_main_grad
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported, needs_cute, since_torch
@@ -126,34 +127,9 @@ def _ours(case: BenchCase) -> Call:
     return loss if case.variant == "none" else in_a_row(loss)
 
 
-class _Products(torch.autograd.Function):
-    """Run three products: the logits, and in backward theirs with the weight and, unless it is frozen, with the hidden states.
-
-    The logits stand in for their own gradient, which has the same shape. `outputs`: how many numbers each token has, 0 of a mean.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, outputs: int) -> Any:
-        logits = hidden @ weight.t()
-        ctx.save_for_backward(hidden, weight, logits)
-        ctx.gathers = hasattr(weight, "main_grad")
-        if not outputs:
-            return hidden.new_zeros(1)
-        return tuple(hidden.new_zeros(hidden.shape[0], dtype=torch.float32) for _ in range(outputs))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, logits = ctx.saved_tensors
-        dhidden, dweight = logits @ weight, logits.t() @ hidden if ctx.needs_input_grad[1] else None
-        return dhidden, None if ctx.gathers else dweight, None  # with a main_grad the floor has the product, without the addition
-
-
 def _products(case: BenchCase) -> Call:
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
-        outputs = 2 if "log_prob" in case.variant else int(case.variant == "none")
-        return _Products.apply(hidden, weight, outputs)  # type: ignore[no-untyped-call]
-
-    return call
+    by_token = 2 if "log_prob" in case.variant else int(case.variant == "none")
+    return lambda hidden, weight, labels: head_products(hidden, weight, by_token=by_token)
 
 
 def _rounded_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, in_a_row, of_each
+from onepass.bench.heads import head_products
 from onepass.bench.inputs import Random, give_main_grad
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported
@@ -75,32 +75,6 @@ def _ours(case: BenchCase) -> Call:
     return in_a_row(partial(linear_divergence, kind=_kind(case)))
 
 
-class _HeadProducts(torch.autograd.Function):
-    """Run four products: both heads' logits, and in backward the student's with its weight and its hidden states."""
-
-    @staticmethod
-    def forward(ctx: Any, *heads: Tensor) -> Tensor:
-        student, weight, teacher, teacher_weight = heads
-        logits = student @ weight.t()
-        teacher @ teacher_weight.t()
-        ctx.save_for_backward(student, weight, logits)
-        return student.new_zeros(1)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        student, weight, logits = ctx.saved_tensors
-        dstudent, dweight = logits @ weight, logits.t() @ student
-        return dstudent, None if hasattr(weight, "main_grad") else dweight, None, None
-
-
-def _products(case: BenchCase) -> Call:
-    def call(*heads: Tensor) -> Tensor:
-        y: Tensor = _HeadProducts.apply(*heads)  # type: ignore[no-untyped-call]
-        return y
-
-    return call
-
-
 def _eager_mean(case: BenchCase, *heads: Tensor) -> Tensor:
     """F.kl_div of the logarithms of both heads' probabilities, in fp32."""
     student, weight, teacher, teacher_weight = heads
@@ -141,7 +115,7 @@ def _liger(case: BenchCase) -> Call:
 
 def _peers(case: BenchCase) -> list[Contender]:
     return [
-        Contender("four products", _products, floor=True),
+        Contender("four products", lambda case: head_products, floor=True),
         *by_pytorch(_eager),
         Contender("TRL", _trl, package="TRL"),
         Contender("Liger", _liger, package="Liger"),

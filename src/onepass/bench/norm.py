@@ -29,7 +29,7 @@ from torch import Tensor
 from onepass.bench.define import Run, Shape, Shapes, bind, by_pytorch, define_bench
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
-from onepass.bench.peers import imported, in_fp32, liger_rows, with_parameters
+from onepass.bench.peers import imported, in_fp32, liger_rows, once, wide, with_parameters
 from onepass.ops.norm.norm import layer_norm_reference, rms_norm_reference
 
 _ADDING = "+residual"
@@ -147,24 +147,16 @@ class _QuackLayerNorm(torch.autograd.Function):
 def _quack_layer(case: BenchCase) -> Call:
     functions = importlib.import_module("quack.rmsnorm")  # not an attribute of the package: that one is the function
     function: Callable[..., Tensor] = _QuackLayerNorm.apply
-    held: list[Tensor] = []
-    wide: list[Tensor] = []
-
-    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Result:
-        if not held or held[0] is not weight:
-            held[:] = weight, bias
-            wide[:] = weight.detach().float(), bias.detach().float()
-        return function(x, weight, bias, wide, functions)
-
-    return call
+    converted = once(wide)
+    return lambda x, weight, bias: function(x, weight, bias, converted(weight, bias), functions)
 
 
 def _cudnn(case: BenchCase) -> Call:
     kind = _kind(case)
-    function, wide = imported("cudnn.ops.norm", f"{kind}_norm"), in_fp32()
+    function, converted = imported("cudnn.ops.norm", f"{kind}_norm"), in_fp32()
 
     def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Result:
-        y: Tensor = function(x, case.shape[-1:], *wide(weight, bias), eps=_EPS["layer"])
+        y: Tensor = function(x, case.shape[-1:], *converted(weight, bias), eps=_EPS["layer"])
         return y
 
     return layer if kind == "layer" else partial(function, eps=_EPS["rms"])

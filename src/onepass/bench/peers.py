@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class PeerPackage:
     distribution: str  # what to install
 
 
+T = TypeVar("T")
 _LIGER_STRICT = "LIGER_KERNEL_STRICT"
 PACKAGES = {
     "Liger": PeerPackage("liger_kernel", "liger-kernel"),
@@ -181,16 +182,23 @@ def on_copies(call: Callable[..., Any], count: int) -> Callable[..., Any]:
     return called
 
 
+def once(make: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that keeps what `make` returns for tensors, and makes it anew for others. So it is not timed."""
+    held: list[tuple[Tensor, T]] = []
+
+    def made(*tensors: Tensor) -> T:
+        if not held or held[0][0] is not tensors[0]:
+            held[:] = [(tensors[0], make(*tensors))]
+        return held[0][1]
+
+    return made
+
+
+def wide(*parameters: Tensor) -> list[Tensor]:
+    return [parameter.detach().float() for parameter in parameters]
+
+
 def in_fp32() -> Callable[..., tuple[Tensor, ...]]:
     """Return a function that returns parameters in fp32, converted once and not timed. Their gradients go to the parameters."""
-    held: list[Tensor] = []
-    wide: list[Tensor] = []
-
-    def converted(*parameters: Tensor) -> tuple[Tensor, ...]:
-        if not held or held[0] is not parameters[0]:
-            held[:] = parameters
-            wide[:] = (parameter.detach().float() for parameter in parameters)
-        result: tuple[Tensor, ...] = _Replaced.apply(wide, *parameters)  # type: ignore[no-untyped-call]
-        return result
-
-    return converted
+    converted = once(wide)
+    return lambda *parameters: _Replaced.apply(converted(*parameters), *parameters)  # type: ignore[no-untyped-call]

@@ -70,11 +70,11 @@ def versions() -> dict[str, str | None]:
         "triton": triton.__version__ if triton else None,
         "cuda": torch.version.cuda,
         "cudnn": None if (cudnn := torch.backends.cudnn.version()) is None else str(cudnn),
-        "cutlass_dsl": _installed("nvidia-cutlass-dsl"),
+        "cutlass_dsl": version_of("nvidia-cutlass-dsl"),
     }
 
 
-def _installed(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -108,14 +108,14 @@ def as_json(run: BenchRun) -> dict[str, Any]:
         "hardware": {
             "device": run.device.type,
             "name": device_name(run.device),
-            "memory_gib": _rounded(memory),
+            "memory_gib": plain(memory),
             "cpu": _cpu_name(),
             "cpu_count": os.cpu_count(),
         },
         "versions": {**versions(), "peers": run.peers},
         "dtype": short(run.dtype),
         "quick": run.quick,
-        "ceilings": {**_rounded_all(asdict(run.ceilings)), "copy_gbs_at_end": _rounded(run.copy_gbs_at_end)},
+        "ceilings": plain(asdict(run.ceilings) | {"copy_gbs_at_end": run.copy_gbs_at_end}),
         "cpu_time": [_cpu_time(times) | {"references": _calls(run.cpu_speed)} for times in run.cpu],
         "left_out": [
             {"op": result.case.op, "case": result.case.name, "contender": name, "reason": why}
@@ -136,7 +136,7 @@ def _cpu_time(times: CpuTimes) -> dict[str, Any]:
 
 
 def _calls(times: list[CpuTime]) -> dict[str, Any]:
-    return {t.name: {"forward_us": _rounded(t.forward_us), "both_us": _rounded(t.both_us)} for t in times}
+    return {t.name: {"forward_us": plain(t.forward_us), "both_us": plain(t.both_us)} for t in times}
 
 
 def _row(result: CaseResult, row: Measured) -> dict[str, Any]:
@@ -150,23 +150,17 @@ def _row(result: CaseResult, row: Measured) -> dict[str, Any]:
         "forward_bytes": case.forward_bytes,
         "backward_bytes": case.backward_bytes,
         "reference": result.reference,
-        **_rounded_all(asdict(row)),
+        **plain(asdict(row)),
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
-
-
-def _rounded_all(values: dict[str, Any]) -> dict[str, Any]:
-    """Round floats to five digits: more is noise. NaN and infinity, which JSON lacks, become strings."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, float):
-            return _rounded(value) if value == value and abs(value) != float("inf") else str(value)
-        return _rounded_all(value) if isinstance(value, dict) else value
-
-    return {name: one(value) for name, value in values.items()}
+def plain(value: Any, digits: int = 5) -> Any:
+    """Round floats: more digits are noise. NaN and infinity, which JSON lacks, become strings."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if abs(value) < float("inf") else str(value)
+    if isinstance(value, dict):
+        return {name: plain(one, digits) for name, one in value.items()}
+    return [plain(one, digits) for one in value] if isinstance(value, list) else value
 
 
 def save(run: BenchRun, path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
-from onepass.bench.peers import imported, liger_cute, needs_cute, on_copies
+from onepass.bench.peers import imported, liger_cute, needs_cute, on_copies, once
 from onepass.ops.attention.rope import rope
 from onepass.ops.norm.norm import rms_norm
 
@@ -126,16 +126,12 @@ def _as_models_do(case: BenchCase, function: Callable[..., Any], views: bool = T
 
     Its results have heads before tokens. Without `views` it gets q and k with tokens before heads.
     """
-    held: list[Tensor] = []
-    wide: list[Tensor] = []
+    tables = once(lambda *tables: [_twice(table, case).to(case.dtype) for table in tables])
 
     def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Result:
-        if not held or held[0] is not cos:
-            held[:] = cos, sin
-            wide[:] = (_twice(table, case).to(case.dtype) for table in (cos, sin))
         if views:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        q, k = function(q, k, *wide, *weights)
+        q, k = function(q, k, *tables(cos, sin), *weights)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return call
