@@ -14,17 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, Signature, signature
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import torch
+from torch import Tensor
 
 from onepass.runtime.dispatch import needs_dispatcher, registered
 
 Reason = str | None  # why a backend can't take a call, or None
 FORMULA = "the PyTorch formula, its inputs saved and nothing else"  # what "torch" does, as `explain` says it
 
-_SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+_SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType", Tensor: "Tensor"}
 
 
 class Call(SimpleNamespace):
@@ -42,8 +44,9 @@ class Registered:
             norm_forward, _forward_fake, NormOptions,
         )
 
-    The schema is PyTorch's, with two additions. A parameter whose type is the name of a record becomes the record's fields. A
-    returned `Tensor?` may be None: the dispatcher knows tensors only, and carries an empty one of bools in its place.
+    The schema is PyTorch's, with two additions. A parameter whose type is the name of a record becomes the record's fields; where
+    tensors are in records, all are. A returned `Tensor?` may be None: the dispatcher knows tensors only, and carries an empty one
+    of bools in its place.
 
     Args:
         schema: the op's name, parameters and results; tensors come first.
@@ -69,7 +72,9 @@ class Registered:
         kinds = [parameter.rpartition(" ")[0] for parameter in parameters.split(", ")]
         self._records = [by_name.get(kind) for kind in kinds]
         self._fields = [() if record is None else tuple(get_type_hints(record)) for record in self._records]
-        self._tensors = next((i for i, kind in enumerate(kinds) if not kind.startswith("Tensor")), len(kinds))
+        self._of_tensors = self._records[0] is not None
+        tensors = [kind.startswith("Tensor") or Tensor in _kinds(by_name.get(kind)) for kind in kinds]
+        self._tensors = (*tensors, False).index(False)
         self._optional = [result.endswith("?") for result in results.strip("()").split(", ")]
         flat = ", ".join(
             parameter if record is None else _fields_schema(record)
@@ -81,7 +86,8 @@ class Registered:
 
     def __call__(self, *args: Any, **direct: Any) -> Any:
         """`direct`: what may be done beside, such as writing over an input. Through the dispatcher it is not done."""
-        if needs_dispatcher(*args[: self._tensors]):
+        tensors = args[: self._tensors]
+        if needs_dispatcher(*(chain.from_iterable(tensors) if self._of_tensors else tensors)):
             return self._through_dispatcher(args)
         return self.function(*args, **direct)
 
@@ -110,20 +116,23 @@ class Registered:
             found = function(*args)
             if len(self._optional) == 1:
                 return found
-            like = next(arg for arg in args if arg is not None)
+            like = next(value for value in flat if value is not None)
             return tuple(like.new_empty(0, dtype=torch.bool) if t is None else t for t in found)
 
         return run
 
 
+def _kinds(record: type[Any] | None) -> list[Any]:
+    """The types of a record's fields, without None."""
+    hints = [] if record is None else get_type_hints(record).values()
+    return [next(k for k in getattr(hint, "__args__", (hint,)) if k is not type(None)) for hint in hints]
+
+
 def _fields_schema(record: type[Any]) -> str:
     """A record's fields as parameters of a schema."""
-    found = []
-    for name, hint in get_type_hints(record).items():
-        optional = type(None) in getattr(hint, "__args__", ())
-        kind = next(k for k in getattr(hint, "__args__", (hint,)) if k is not type(None))
-        found.append(f"{_SCHEMA_TYPES[kind]}{'?' * optional} {name}")
-    return ", ".join(found)
+    optional = [type(None) in getattr(hint, "__args__", ()) for hint in get_type_hints(record).values()]
+    fields = zip(get_type_hints(record), _kinds(record), optional, strict=True)
+    return ", ".join(f"{_SCHEMA_TYPES[kind]}{'?' * may_be_none} {name}" for name, kind, may_be_none in fields)
 
 
 # ---- what is known of an op ----
