@@ -13,8 +13,7 @@ import torch
 from measuring import median_ms, peak_mib
 
 import onepass
-from onepass.ops.loss.formula import LossOptions
-from onepass.ops.loss.linear_cross_entropy import head as heads
+from onepass.ops.loss.head import operands
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -42,11 +41,10 @@ def calls(hidden, weight, labels, lora):
             print(f"{name:18} {said:7} {time:7.2f} ms, {time / (sum(floor) if asking else floor[0]):.3f}; {peak:.0f} MiB")
 
 
-def logits(hidden, weight, labels, lora, rows):
+def logits(hidden, weight, lora, rows):
     """Print time and error of a chunk's logits: as the op makes them, and by two products."""
-    options = LossOptions(-100, 0.0, 0.0, 0.0, 1.0, "mean", False, True, BF16, "", False, None, None, "", lora.scale)
     hidden, a, b = hidden.detach()[:rows], lora.a.detach().to(BF16), lora.b.detach().to(BF16)
-    head = heads.Head(hidden, weight, None, labels[:rows], options, lora=onepass.LoRA(a, b, lora.scale))
+    head = operands.Head(hidden, weight, None, False, True, lora=onepass.LoRA(a, b, lora.scale))
     out, wide = (torch.empty(rows, len(weight), device="cuda", dtype=dtype) for dtype in (BF16, FP32))
 
     def twice_rounded(first, second):
@@ -63,7 +61,7 @@ def logits(hidden, weight, labels, lora, rows):
     large, thin = (hidden, weight.t()), (low, b.t())
     ways = {
         "one product, no LoRA": partial(torch.mm, *large, out=out),
-        "as the op": partial(heads.make_logits, head, hidden, 0, len(weight), (out, None)),
+        "as the op": partial(operands.make_logits, head, hidden, 0, len(weight), (out, None)),
         "added to rounded": partial(twice_rounded, large, thin),
         "thin one rounded": partial(twice_rounded, thin, large),
         "fp32, then rounded": in_fp32,
@@ -90,7 +88,7 @@ def main():
     labels, lora = torch.randint(vocabulary, (tokens,), device="cuda"), onepass.LoRA(a, b, 2.0)
     print(f"{torch.cuda.get_device_name()}, {tokens} x {inner} x {vocabulary} bf16, rank {args.rank}")
     calls(hidden, weight, labels, lora)
-    logits(hidden, weight, labels, lora, min(args.rows, tokens))
+    logits(hidden, weight, lora, min(args.rows, tokens))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import onepass
 import onepass.ops.loss.linear_cross_entropy as module
+from onepass.ops.loss.head import passes
 from onepass.parallel import DeferredWgrad
 from onepass.testing.budget import compare
 
@@ -463,7 +464,7 @@ def test_running_out_of_memory_between_blocks_says_what_main_grad_may_have(monke
     expected = [t.clone() for t in step(way, tensors, main)]
     made, taken = [], []
 
-    class Sums(module.passes._WeightSum):
+    class Sums(passes.WeightSum):
         def __init__(self, *args):
             made.append(args)
             if len(made) == 2:
@@ -472,7 +473,7 @@ def test_running_out_of_memory_between_blocks_says_what_main_grad_may_have(monke
 
     main.zero_()
     with room_for(512 * MIB), monkeypatch.context() as patch:
-        patch.setattr(module.passes, "_WeightSum", Sums)
+        patch.setattr(passes, "WeightSum", Sums)
         said = said_by(lambda: step(way, tensors, main))
         taken.clear()
     assert "main_grad may have a part of this call's gradient" in said and "chunk_bytes" in said

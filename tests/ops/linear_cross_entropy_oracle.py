@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import onepass.ops.loss.linear_cross_entropy as real
 from onepass.ops.loss.formula import DIFFERENTIABLE_STATISTICS, STATISTICS, LossTerms, reduce_losses, row_losses
-from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
+from onepass.ops.loss.head.plan import HeadPlan
 from onepass.ops.loss.targets import Targets, has_masses, row_weights, split_labels
 from onepass.runtime.sizes import ceil_div
 from onepass.testing.budget import Finding, compare
@@ -60,8 +60,8 @@ def forced(module, way):
     """Return a chunk_bytes that makes a module's calls, and their backward, use this way whatever is cheapest."""
     if way is None:
         return None
-    if not hasattr(module.steps.make_plan, "stock"):
-        module.steps.make_plan = _planner(module.steps.make_plan)
+    if not hasattr(module.row_loss.make_plan, "stock"):
+        module.row_loss.make_plan = _planner(module.row_loss.make_plan)
     budgets = {each: budget for budget, each in _forced.items()}
     budget = budgets.get(way, _FIRST + len(_forced))
     _forced[budget] = way

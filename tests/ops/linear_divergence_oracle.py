@@ -142,17 +142,17 @@ def _results(case, loss, grads):
 @contextlib.contextmanager
 def forced(module, case):
     """In the block the module's calls, and their backward, follow the case's plan, and its kernels have its pieces."""
-    kernels = module.passes.kernels
+    kernels = module.row_loss.kernels
 
     def plan(inputs, budget):
         asks = inputs.needs_hidden or inputs.needs_weight
         rows = min(case.rows, max(1, inputs.N)) if case.mode != "keep_logits" else max(1, inputs.N)
         mode = case.mode if asks else "loss_only"
         mode = "recompute" if inputs.in_graph and mode.startswith("keep") else mode
-        return module.plan.DivergencePlan(mode, rows, -(-inputs.N // rows), 0, False)
+        return module.plan.DivergencePlan(mode, rows, inputs.V, -(-inputs.N // rows), 0, False)
 
     tiles = kernels.tiles_of_rows if case.block is None else lambda *_: kernels.PieceTiles(case.block, 1, 0)
-    with mock.patch.object(module.steps, "make_plan", plan), mock.patch.object(kernels, "tiles_of_rows", tiles):
+    with mock.patch.object(module.row_loss, "make_plan", plan), mock.patch.object(kernels, "tiles_of_rows", tiles):
         kernels._plan.cache_clear()
         yield
     kernels._plan.cache_clear()

@@ -25,8 +25,8 @@ from ops.linear_cross_entropy_oracle import ALL, DEVICE, FP32, FP64, op, reducti
 import onepass.ops.loss.linear_cross_entropy as module
 from onepass.ops.loss import reduction as losses
 from onepass.ops.loss.formula import STATISTICS
-from onepass.ops.loss.linear_cross_entropy import head
-from onepass.ops.loss.linear_cross_entropy.head import LogitsBlock
+from onepass.ops.loss.head import operands
+from onepass.ops.loss.head.operands import LogitsBlock
 from onepass.testing.poison import poisoned, unchanged
 
 # ---- what it computes ----
@@ -390,10 +390,11 @@ def test_labels_of_no_token_are_nan_where_nobody_looks(way, monkeypatch):
 @pytest.mark.parametrize("dtype", (FP32, torch.bfloat16), ids=str)
 def test_a_rank_without_columns_has_zeros_as_its_part_of_the_gradient(dtype):
     none = torch.empty(5, 0, device=DEVICE, dtype=dtype)
-    into = torch.full((5, 4), NAN, device=DEVICE)
     rank = SimpleNamespace(weight=torch.empty(0, 4, device=DEVICE, dtype=dtype))
-    head.hidden_gradient(rank, LogitsBlock(none, none, 0, 0), into)
-    assert not into.any()
+    for kind in (FP32, dtype):
+        into = torch.full((5, 4), NAN, device=DEVICE, dtype=kind)
+        operands.hidden_gradient(rank, LogitsBlock(none, none, 0, 0), into)
+        assert not into.any()
 
 
 def test_rows_of_logits_have_no_gap_where_a_bias_is_added():
@@ -405,9 +406,9 @@ def test_rows_of_logits_have_no_gap_where_a_bias_is_added():
         for has in (True, False):
             hidden = SimpleNamespace(is_cuda=True, dtype=FP64, new_empty=partial(torch.empty, dtype=FP64))
             given = SimpleNamespace(hidden=hidden, weight=weight, bias=bias if has else None, lora=None, columns=200, logits=FP64)
-            buffer = head.new_logits(given, 10, columns), None
+            buffer = operands.new_logits(given, 10, columns), None
             for first in range(0, 200, columns):
-                found = head.make_logits(given, rows, first, columns, buffer)
+                found = operands.make_logits(given, rows, first, columns, buffer)
                 last = first + found.x.shape[1]
                 expected = torch.nn.functional.linear(rows, weight[first:last], given.bias if not has else bias[first:last])
                 torch.testing.assert_close(found.x, expected)

@@ -32,7 +32,8 @@ from ops.linear_cross_entropy_oracle import (  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
 import onepass.ops.loss.linear_cross_entropy as module
-from onepass.ops.loss.linear_cross_entropy.plan import make_plan
+from onepass.ops.loss.head import sums
+from onepass.ops.loss.head.plan import make_plan
 from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
 
 # ---- which gradients are asked for, and what they cost ----
@@ -96,7 +97,7 @@ def test_logits_that_waited_are_made_again_as_forward_made_them(reduction):
     for dtype, logits_dtype in ((FP32, None), (BF16, FP32)):
         inputs = tensors((300,), 16, 257, dtype=dtype)
         leaves = [t for t in inputs if t.is_floating_point()]
-        with mock.patch.object(module.steps, "make_plan", _keeping_plan):
+        with mock.patch.object(module.row_loss, "make_plan", _keeping_plan):
             loss = op(reduction=reduction, logits_dtype=logits_dtype)(*inputs)
             first, second = (torch.autograd.grad(loss, leaves, torch.ones_like(loss), retain_graph=True) for _ in range(2))
         assert equal(first, second)
@@ -183,8 +184,8 @@ def test_a_backward_that_fails_leaves_a_graph_that_works(way, monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.passes._HiddenSum, "add", fails)
-        patch.setattr(module.autograd, "_times", fails)
+        patch.setattr(sums.HiddenSum, "add", fails)
+        patch.setattr(module.autograd, "scaled", fails)
         with pytest.raises(torch.OutOfMemoryError):
             loss.backward(retain_graph=True)
     loss.backward()

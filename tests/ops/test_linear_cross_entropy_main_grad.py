@@ -8,7 +8,7 @@ from ops.linear_cross_entropy_calls import NAN, again_and_again, gradients, redu
 from ops.linear_cross_entropy_oracle import ALL, BF16, DEVICE, FP16, FP32, FP64, UPSTREAM, op, ways, whole_sums  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
-import onepass.ops.loss.linear_cross_entropy as module
+from onepass.ops.loss.head import passes
 from onepass.testing.poison import unchanged
 
 # ---- main_grad ----
@@ -192,7 +192,7 @@ def test_running_out_of_memory_amid_the_chunks(at, monkeypatch):
     inputs = tensors(rest=False)
     expected = gradients(op("recompute"), inputs)[2]
     weight = inputs[1] = with_main(inputs[1])
-    start, stock, calls = weight.main_grad.clone(), module.passes.make_logits, []
+    start, stock, calls = weight.main_grad.clone(), passes.make_logits, []
 
     def fails(*args):
         calls.append(args)
@@ -201,7 +201,7 @@ def test_running_out_of_memory_amid_the_chunks(at, monkeypatch):
         return stock(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.passes, "make_logits", fails)
+        patch.setattr(passes, "make_logits", fails)
         with pytest.raises((torch.OutOfMemoryError, RuntimeError)) as raised:
             op(("known_grad_scale", 6, ALL), grad_scale=1.0)(*inputs)
     said = [str(raised.value), *getattr(raised.value, "__notes__", [])]

@@ -11,7 +11,7 @@ from ops.calls import needs_triton
 from ops.linear_cross_entropy_oracle import ALL, BF16, DEVICE, FP32, op, taken
 
 import onepass
-from onepass.ops.loss.linear_cross_entropy.plan import MachineSpeed, PlanInputs, machine_speed, make_plan
+from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, machine_speed, make_plan
 
 on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="of tensors on a CPU")
 GPU = MachineSpeed(7e14, 4.3e12, 141 << 30, (141 << 30) // 32, (141 << 30) // 10)

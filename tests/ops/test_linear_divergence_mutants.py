@@ -1,6 +1,7 @@
 """Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it.
 
-Slips in passes and autograd by PyTorch's backend; those in kernels under the interpreter.
+Slips in passes and autograd by PyTorch's backend; those in kernels under the interpreter. More of ops/loss/head are in
+test_linear_cross_entropy_mutants.py.
 """
 
 import pytest
@@ -9,7 +10,8 @@ from ops.linear_divergence_oracle import BF16, FP32, Case, judge_case
 import onepass.ops.loss.linear_divergence as module
 
 pytest.importorskip("triton")
-from onepass.ops.loss.linear_divergence import autograd, formula, kernels, passes, rows, steps
+from onepass.ops.loss.head import autograd, operands, passes, sums
+from onepass.ops.loss.linear_divergence import formula, kernels, row_loss, rows
 from onepass.testing.mutants import copy_package, mutate
 
 FORWARD, REVERSE, JSD = (Case(kind=kind, bias=True) for kind in ("forward_kl", "reverse_kl", "jsd"))
@@ -17,22 +19,16 @@ KEPT, TEACHER, AGAIN = (Case(mode, "jsd", "none", bias=True) for mode in ("keep_
 CAPPED = Case(kind="reverse_kl", softcap=3.0, teacher_softcap=2.0, temperature=2.0)
 MAIN = Case(dtype=BF16, main=FP32, bias=True, V=300, lead=(200,), wide=True)
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the case that catches it
-    "the teacher's bias forgotten": (steps, "_forward", "teacher_weight, teacher_bias)", "teacher_weight, None)", FORWARD),
-    "the teacher's bias forgotten in backward": (steps, "_backward", "teacher_weight, teacher_bias)", "teacher_weight, None)", AGAIN),
-    "each chunk's logits of the first tokens": (passes, "_LogitChunks._block", "_chunk_of(head.hidden, chunk), 0, head.columns, buffer)", "head.hidden[: chunk.stop - chunk.start], 0, head.columns, buffer)", FORWARD),
-    "what waits is the last chunk's": (passes, "_LogitChunks._block", "(_chunk_of(kept, chunk), None)", "(kept[: chunk.stop - chunk.start], None)", TEACHER),
-    "the last chunk lost": (passes, "_LogitChunks.__init__", "range(0, pair.tokens, max(1, rows))", "range(0, pair.tokens - rows, max(1, rows))", FORWARD),
-    "the last chunk's weight gradient alone": (passes, "_GradientSums.add", "chunk), self.begun", "chunk), False", FORWARD),
-    "the bias's gradient of the last chunk": (passes, "_GradientSums.add", "self.into.bias.add_(sums)", "self.into.bias.copy_(sums)", FORWARD),
-    "the first chunk's hidden states for all": (passes, "_GradientSums.add", "d, _chunk_of(head.hidden, chunk)", "d, head.hidden[: len(d)]", FORWARD),
-    "the first chunk's incoming gradients for all": (passes, "gradients", "incoming[chunk]", "incoming[: chunk.stop - chunk.start]", AGAIN),
-    "the first chunk's numbers for all": (passes, "gradients", "numbers[:, chunk]", "numbers[:, : chunk.stop - chunk.start]", AGAIN),
-    "the bias's gradient in 16 bits": (passes, "_GradientSums.add", "0, dtype=self.into.bias.dtype", "0", MAIN),
-    "what waits is not multiplied": (autograd, "_scaled", "torch.mul(made, factor, out=into)", "into.copy_(made)", FORWARD),
-    "what waits is not divided by the mean's": (autograd, "_from_made", "dloss if saved.scale is None else dloss * saved.scale", "dloss", FORWARD),
-    "main_grad's gradient rounded first": (autograd, "_from_made", "wide if moved else ", "", MAIN),
-    "a mean over the ignored too": (autograd, "_LinearDivergence.forward", "losses, labels, options.ignore_index", "losses, labels * 0 + 1, options.ignore_index", FORWARD),
-    "rows' incoming gradients forgotten": (autograd, "_from_logits", "dloss.to(saved.numbers.dtype)", "dloss.to(saved.numbers.dtype) * 0 + 1", KEPT),
+    "the teacher's bias forgotten": (row_loss, "DivergenceRows.__init__", "rows.teacher_weight, rows.teacher_bias", "rows.teacher_weight", FORWARD),
+    "each chunk's logits of the first tokens": (row_loss, "DivergenceRows._both", "chunk.take(teacher.hidden)", "teacher.hidden[:n]", FORWARD),
+    "what waits is the last chunk's": (row_loss, "DivergenceRows._both", "chunk.take(self.waiting)", "self.waiting[:n]", TEACHER),
+    "the first chunk's hidden states for all": (passes, "find_losses", "add(logits.out, hidden)", "add(logits.out, head.hidden[: len(hidden)])", FORWARD),
+    "the first chunk's incoming gradients for all": (row_loss, "DivergenceRows.gradient", "chunk.take(self.incoming.incoming)", "self.incoming.incoming[: len(logits.x)]", AGAIN),
+    "the first chunk's numbers for all": (row_loss, "DivergenceRows._numbers", "self.numbers[:, chunk.part]", "self.numbers[:, : chunk.part.stop - chunk.part.start]", AGAIN),
+    "what waits is not divided by the mean's": (autograd, "head_function.RowLossFunction.backward", "dloss if scale is None else dloss * scale", "dloss", FORWARD),
+    "main_grad's gradient rounded first": (autograd, "_finished", "wide if moved else ", "", MAIN),
+    "a mean over the ignored too": (autograd, "head_function.RowLossFunction.forward", "losses, labels, options.ignore_index", "losses, labels * 0 + 1, options.ignore_index", FORWARD),
+    "rows' incoming gradients forgotten": (autograd, "head_function.RowLossFunction.backward", "dloss.to(wide_type(tensors.hidden))", "dloss.to(wide_type(tensors.hidden)) * 0 + 1", KEPT),
     "temperature for the student alone": (formula, "DivergenceTerms.teacher", "1 / self.temperature", "1", Case(temperature=2.0)),
     "the cap grows with the temperature": (formula, "DivergenceTerms.student", "self.softcap / self.temperature", "self.softcap", CAPPED),
     "jsd with the teacher's and the student's part exchanged": (formula, "finish_jsd", "terms.beta * sums[1] + (1 - terms.beta) * sums[0]", "terms.beta * sums[0] + (1 - terms.beta) * sums[1]", JSD),
@@ -44,19 +40,15 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the teacher's cap for the student": (rows, "_statistics", "logits.student, terms.student", "logits.student, terms.teacher", CAPPED),
     "ignored rows have a gradient": (rows, "row_gradients", "some.out.masked_fill_((some.labels == terms.ignore_index).unsqueeze(-1), 0.0)", "pass", FORWARD),
     "ignored rows have a divergence": (formula, "merge_statistics", "torch.where(labels != terms.ignore_index, found, 0.0)", "found", Case("recompute", reduction="none")),
-    "fp32 logits not asked for": (passes, "_head_options", "wide=options.wide", "wide=False", Case(dtype=BF16, wide=True)),
 }  # fmt: skip
 LORA = Case(lora=3, bias=True)
 MUTANTS |= {
-    "lora: not for the student": (steps, "_forward", "student_bias, lora)", "student_bias)", LORA),
-    "lora: not for the student in backward": (steps, "_backward", "student_bias, lora)", "student_bias)", Case("recompute", reduction="none", lora=3)),
-    "lora: another scale": (steps, "_forward", "options.lora_scale", "1.0", LORA),
-    "lora: nothing for hidden": (passes, "_GradientSums._multiply", "low is None", "True", LORA),
-    "lora: hidden's first product lost": (passes, "_GradientSums._multiply", "lora.a, sums, True", "lora.a, sums, False", LORA),
-    "lora: a's hidden states of the first chunk": (passes, "_GradientSums.add", "low, _chunk_of(head.hidden, chunk)", "low, head.hidden[: len(low)]", LORA),
-    "lora: b's hidden states of the first chunk": (passes, "_GradientSums.add", "head.low(_chunk_of(head.hidden, chunk))", "head.low(head.hidden[: len(d)])", LORA),
-    "lora: b's gradient of the last chunk": (passes, "_GradientSums.add", "head.low(_chunk_of(head.hidden, chunk)), self.begun", "head.low(_chunk_of(head.hidden, chunk)), False", LORA),
-    "lora: what waits is not a's": (autograd, "_from_made", "saved.lora_a_made, saved.lora_b_made", "saved.lora_a_made * 0, saved.lora_b_made", LORA),
+    "lora: not for the student": (operands, "head_of", "options.use_triton, shard, lora, own", "options.use_triton, shard, None, own", LORA),
+    "lora: another scale": (operands, "head_of", "options.lora_scale", "1.0", LORA),
+    "lora: hidden's first product lost": (sums, "HiddenSum._add", "lora.a, sums, True", "lora.a, sums, False", LORA),
+    "lora: a's hidden states of the first chunk": (sums, "HiddenSum.add", "low, hidden)", "low, self.head.hidden[: len(low)])", LORA),
+    "lora: b's hidden states of the first chunk": (sums, "WeightSum.add", "head.low(hidden)", "head.low(self.head.hidden[: len(d)])", LORA),
+    "lora: what waits is not a's": (autograd, "head_function.RowLossFunction.backward", "Gradients(*saved[5:10])", "Gradients(*saved[5:8], saved[8] * 0, saved[9])", LORA),
 }  # fmt: skip
 LONG = {kind: Case(kind=kind, reduction="sum", lead=(20,), V=150, block=32) for kind in ("forward_kl", "reverse_kl", "jsd")}
 TERMS = Case(kind="jsd", reduction="sum", lead=(20,), V=150, block=32, temperature=2.0, softcap=3.0, teacher_softcap=2.0)

@@ -9,8 +9,9 @@ from parallel.meeting import drawn, join
 from torch import nn
 
 import onepass
-from onepass.ops.loss.linear_cross_entropy import head, passes, plan, steps
-from onepass.ops.loss.linear_cross_entropy.plan import HeadPlan
+from onepass.ops.loss.head import chunks, operands, plan, sums
+from onepass.ops.loss.head.plan import HeadPlan
+from onepass.ops.loss.linear_cross_entropy import row_loss
 from onepass.parallel import DeferredWgrad
 
 N, D = 24, 16
@@ -87,7 +88,7 @@ def forced(way):
         name, rows, columns = WAYS[way]
         return HeadPlan(name, min(rows, asked.N), min(columns, asked.V), 1, 1, 0.0, 0)
 
-    return mock.patch.object(steps, "make_plan", plan)
+    return mock.patch.object(row_loss, "make_plan", plan)
 
 
 def call(rank, ranks, group, sequence, dtype=torch.float32, main=None, **options):
@@ -275,12 +276,12 @@ def overlapped(rank, ranks, group):
         happened.append("product")
         return real(*args)
 
-    real = head._product
+    real = operands._product
     with (
-        mock.patch.object(passes, "start_gather_parts", watch("statistics", passes.start_gather_parts)),
-        mock.patch.object(head, "start_all_gather", watch("hidden", head.start_all_gather)),
-        mock.patch.object(passes, "start_reduce_scatter", watch("gradient", passes.start_reduce_scatter)),
-        mock.patch.object(head, "_product", product),
+        mock.patch.object(row_loss, "start_gather_parts", watch("statistics", row_loss.start_gather_parts)),
+        mock.patch.object(chunks, "start_all_gather", watch("hidden", chunks.start_all_gather)),
+        mock.patch.object(sums, "start_reduce_scatter", watch("gradient", sums.start_reduce_scatter)),
+        mock.patch.object(operands, "_product", product),
         mock.patch("onepass.ops.loss.linear_cross_entropy._rows_to_compute", return_value=None),  # three chunks of all
         forced("grad_in_forward"),
     ):

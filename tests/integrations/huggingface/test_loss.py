@@ -707,7 +707,7 @@ def test_over_ranks(ranks, case, what):
 )
 def test_the_room_that_the_loss_is_given(sizes, memory, way, rows):
     from onepass.integrations.huggingface.loss import _room_of
-    from onepass.ops.loss.linear_cross_entropy.plan import MachineSpeed, PlanInputs, make_plan
+    from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, make_plan
 
     (N, V, D), memory = sizes, int(memory)
     asked = PlanInputs(N, D, V, 2, False, True, True, True, False, False, None, False, _room_of(N, V, D, 2, memory // 32))

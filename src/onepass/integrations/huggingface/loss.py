@@ -33,9 +33,9 @@ from onepass.integrations.huggingface.probe import own_forward, parameters_of, t
 from onepass.integrations.huggingface.rotation import globals_with, with_globals
 from onepass.integrations.huggingface.snapshot import FSDP, UNREAD, Reads, Snapshot, hooked, is_watched
 from onepass.integrations.trl import runs_onepass
+from onepass.ops.loss.head.plan import machine_speed
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
-from onepass.ops.loss.linear_cross_entropy.plan import machine_speed
 from onepass.ops.loss.lora import LoRA
 from onepass.runtime.autocast import under_autocast
 

@@ -4,13 +4,12 @@ Formula  logits = logit_scale * (hidden @ weight.T + bias), then softcap * tanh(
          row's loss as in ops/loss/formula.py, times its token_weight; their mean over the rows that are kept, their sum,
          or the rows' own. With lora the weight is weight + lora.scale * b @ a.
 Shapes   hidden [..., D], weight [V, D], bias [V], labels and token_weight [...]. N tokens.
-Saves    hidden, weight, bias, labels and a few numbers a token; beside them, as plan.py decides, logits or finished gradients.
+Saves    hidden, weight, bias, labels and a few numbers a token; beside them, as the plan says, logits or finished gradients.
 Bytes    N V elements of logits are written by the product, read for the statistics, and read and written as their own gradient,
          a chunk at a time; the weight's gradient is read and written once more a chunk. With lora the weight is read once more a
          chunk, and the gradient of logits twice.
-Files    plan.py decides how a call is divided; steps.py has the registered ops, autograd.py the gradients' times, passes.py the
-         loops over chunks and blocks, head.py the products, adapter.py LoRA's gradients. cross_entropy shares the kernels:
-         ops/loss/row_kernels.py.
+Files    ops/loss/head has the products, the plan and the loops over chunks; row_loss.py is what is done to rows of logits,
+         autograd.py the gradients' times. cross_entropy shares the kernels: ops/loss/row_kernels.py.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ from torch import Tensor
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.loss.formula import LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.ops.loss.head.operands import HeadTensors
+from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.kept_rows import KeptRows, can_count
 from onepass.ops.loss.linear_cross_entropy.autograd import apply
-from onepass.ops.loss.linear_cross_entropy.steps import Needs, plan_call
+from onepass.ops.loss.linear_cross_entropy.row_loss import plan_call
 from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import (
     can_validate_labels,
@@ -126,7 +127,7 @@ def _variant(call: Call) -> str:
     if rows is None and probabilities is None:
         said += _ignored_too(call) if call.rows is None else ": how many are kept is not known here"
     low_rank = 0 if call.lora is None else call.lora.a.shape[0]
-    plan = plan_call(call.hidden, call.weight, tokens, options, needs, main_grad, low_rank=low_rank)
+    plan = plan_call(HeadTensors(call.hidden, call.weight, call.bias, *lora), tokens, options, needs, main_grad)
     return f"{said}; {plan}{f'; LoRA of rank {low_rank}' if low_rank else ''}"
 
 

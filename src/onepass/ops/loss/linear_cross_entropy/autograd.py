@@ -27,14 +27,14 @@ from onepass.gradients.main_grad import (
 from onepass.gradients.product import graph_break_if_deferred, is_deferred
 from onepass.gradients.releasable_storage import ensure_allocated, ensure_written
 from onepass.ops.loss.formula import LossOptions, RowLosses
+from onepass.ops.loss.head.autograd import retained, scaled
+from onepass.ops.loss.head.operands import HeadTensors, head_of, wide_type
+from onepass.ops.loss.head.passes import recompute_gradients
+from onepass.ops.loss.head.sums import Gradients, Needs
 from onepass.ops.loss.kept_rows import KeptRows, RowSelection
-from onepass.ops.loss.linear_cross_entropy import steps
-from onepass.ops.loss.linear_cross_entropy.head import wide_type
-from onepass.ops.loss.linear_cross_entropy.passes import Gradients, recompute_gradients
-from onepass.ops.loss.linear_cross_entropy.steps import Needs
+from onepass.ops.loss.linear_cross_entropy.row_loss import OPS, CrossEntropyRows, KeptNumbers, TokenRows
 from onepass.ops.loss.reduction import can_validate_labels, mean_scale, reduce_rows, row_gradient, validate_labels
 from onepass.ops.loss.row_kernels import RowGradients
-from onepass.ops.loss.scale import scale_into
 from onepass.ops.loss.targets import Targets, check_class_weight, has_masses, row_weights
 from onepass.parallel.vocab_shards import vocab_range
 from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twice_differentiable, under_checkpoint
@@ -64,9 +64,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, of_mean = _rows_of(hidden, weight, labels, token_weight, bits, targets, options, group, by_kernel, selection)
         # without gradients a chunk's rows are gathered when its turn comes: less memory
         own = selection.own if selection is not None and direct and not any(needs) else None
-        *each, dhidden, dweight, dbias, dlora_a, dlora_b, logits = steps.forward(
-            _selected(hidden, selection) if own is None else hidden, weight, bias, lora_a, lora_b, *rows, options, needs,
-            accumulates_elsewhere(weight), accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE), own=own,
+        tensors = HeadTensors(_selected(hidden, selection) if own is None else hidden, weight, bias, lora_a, lora_b)
+        *each, dhidden, dweight, dbias, dlora_a, dlora_b, logits = OPS.forward(
+            tensors, rows, options, needs, accumulates_elsewhere(weight),
+            accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE), own=own,
         )  # fmt: skip
         found = RowLosses(*each)
         losses, lse = found[:2]
@@ -75,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):
             ignore, reduction = options.ignore_index, options.reduction
-            loss, _ = reduce_rows(losses, rows.labels, ignore, reduction, rows.token_weight, by_kernel, rows.scale, of_mean)
+            loss, _ = reduce_rows(losses, rows.labels, ignore, reduction, rows.token_weight, by_kernel, rows.mean_scale, of_mean)
             if options.reduction == "none":
                 loss = _returned(loss, labels, selection)
             # Copies: backward needs the logsumexp and the entropy, so nobody else may write to them.
@@ -93,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.made = any(t is not None for t in (dhidden, dweight, dlora_a, dlora_b)) or (
             dbias is not None and dbias.shape[0] > 0
         )
-        ctx.held, ctx.main_grads = [_retained(t) for t in (weight, bias, lora_a, lora_b)], main_grads
+        ctx.held, ctx.main_grads = [retained(t) for t in (weight, bias, lora_a, lora_b)], main_grads
         ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -129,22 +130,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *grads, dtoken_weight, *(None,) * 8
 
 
-class TokenRows(NamedTuple):
-    """What both passes need to know of the tokens, of those that are computed."""
-
-    labels: Tensor  # [N]
-    token_weight: Tensor | None  # [N], fp32; times labels' class weights where there are no masses
-    scale: Tensor | None  # the factor of a mean
-    place: Tensor | None  # this rank's, in a vocabulary that several share
-    bits: Tensor | None  # which columns their distributions have
-    probabilities: Tensor | None  # [..., V], where labels are probabilities
-    class_weight: Tensor | None  # [V], where masses are made of it
-
-    @property
-    def masses(self) -> bool:
-        return self.probabilities is not None or self.class_weight is not None
-
-
 class _Saved(NamedTuple):
     hidden: Tensor
     weight: Tensor
@@ -153,7 +138,7 @@ class _Saved(NamedTuple):
     lora_b: Tensor | None
     labels: Tensor
     token_weight: Tensor | None
-    scale: Tensor | None
+    mean_scale: Tensor | None
     place: Tensor | None
     bits: Tensor | None
     probabilities: Tensor | None
@@ -172,6 +157,13 @@ class _Saved(NamedTuple):
     lora_a_made: Tensor | None
     lora_b_made: Tensor | None
 
+    def tensors(self) -> HeadTensors:
+        """The head's, with the hidden states that are computed."""
+        return HeadTensors(_selected(self.hidden, self.selection()), *self[1:5])
+
+    def token_rows(self) -> TokenRows:
+        return TokenRows(*self[5:12])
+
     def made(self) -> tuple[Tensor | None, ...]:
         """The gradients of bias and LoRA's a and b that forward has made."""
         return self[-3:]
@@ -186,12 +178,6 @@ class _Saved(NamedTuple):
         """Return the computed rows' part of `values`, one a label, as a vector."""
         values = values.reshape(-1)
         return values if (selection := self.selection()) is None else selection.take(values)
-
-
-def _retained(t: Tensor | None) -> Tensor | None:
-    """A parameter itself, whose attributes backward reads. For a computed weight the saved tensor will do: it is freed when
-    backward has run, or before under checkpointing."""
-    return t if t is not None and (t.is_leaf or accumulates_elsewhere(t)) else None
 
 
 def _parameters(ctx: Any, saved: _Saved) -> list[Any]:
@@ -274,8 +260,8 @@ def _unscaled(ctx: Any, saved: _Saved, requests: list[GradRequest]) -> _Saved:
     asked = [name for name, request in zip(_SCALED, requests, strict=False) if request is not GradRequest.SKIP]
     if not any(name in ctx.scaled for name in asked):
         return saved
-    *_, dhidden, dweight, _, _, _, _ = steps.forward(
-        _selected(saved.hidden, saved.selection()), *saved[1:12], ctx.options, ctx.needs, False,
+    *_, dhidden, dweight, _, _, _, _ = OPS.forward(
+        saved.tensors(), saved.token_rows(), ctx.options, ctx.needs, False,
         accumulate=(_parameters(ctx, saved)[0], ctx.main_grads[0], GradRequest.ACCUMULATE), mode="grad_in_forward",
     )  # fmt: skip
     return saved._replace(hidden_made=dhidden, weight_made=dweight)
@@ -283,7 +269,7 @@ def _unscaled(ctx: Any, saved: _Saved, requests: list[GradRequest]) -> _Saved:
 
 def _made_gradients(ctx: Any, saved: _Saved, dloss: Tensor, requests: list[GradRequest]) -> Grads:
     """Multiply what forward made by the loss's incoming gradient; it is rounded once."""
-    factor = dloss if saved.scale is None else dloss * saved.scale
+    factor = dloss if saved.mean_scale is None else dloss * saved.mean_scale
     weight, hidden = _parameters(ctx, saved)[0], None
     if requests[0] is not GradRequest.SKIP and saved.hidden_made is not None:
         hidden = _as_hidden(saved, _times_once(ctx, saved, "hidden_made", factor, ctx.options.product))
@@ -321,18 +307,7 @@ def _times_once(ctx: Any, saved: _Saved, name: str, factor: Tensor, dtype: torch
     made: Tensor = getattr(saved, name)
     if made.dtype == dtype:
         ctx.scaled = (*ctx.scaled, name)
-    return _times(ctx.options, made, factor, dtype)
-
-
-def _times(options: LossOptions, made: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply, in place unless another type is asked for: `made` is not needed again."""
-    dtype = dtype or made.dtype
-    if torch.compiler.is_compiling():
-        return cast(made * factor, dtype)
-    into = made if made.dtype == dtype else torch.empty_like(made, dtype=dtype)
-    if options.use_triton and not needs_dispatcher(made, factor):  # a mode sees PyTorch's product, as in a graph
-        return scale_into(made, factor, into)
-    return torch.mul(made, factor, out=into)
+    return scaled(made, factor, dtype, ctx.options.use_triton, over=True)
 
 
 def _promised_gradients(
@@ -351,13 +326,16 @@ def _promised_gradients(
             "main_grad alone: leave grad_scale away for it"
         )
     truth = _true_scale(ctx, dloss, dstats)
+
+    def scale(made: Tensor) -> Tensor:
+        return scaled(made, truth, made.dtype, ctx.options.use_triton, over=True)
+
     with name_written(["weight"] if ctx.added else []):
-        hidden = None if saved.hidden_made is None else _as_hidden(saved, _times(ctx.options, saved.hidden_made, truth))
+        hidden = None if saved.hidden_made is None else _as_hidden(saved, scale(saved.hidden_made))
 
         def put_weight() -> Tensor | None:
             if saved.weight_made is not None:
-                sums = _times(ctx.options, saved.weight_made, truth)
-                return vector_gradient(sums, weight, ctx.main_grads[0], requests[1])
+                return vector_gradient(scale(saved.weight_made), weight, ctx.main_grads[0], requests[1])
             if ctx.added and hidden is None:  # the NaN has to be somewhere
                 ensure_written(ctx.main_grads[0])[:1].mul_(truth)
             return mark_accumulated(weight, requests[1]) if ctx.added else None
@@ -393,7 +371,7 @@ def _backward_gradients(
     """Make gradients from the logits that waited, or from recomputed logits."""
     weight = _parameters(ctx, saved)[0]
     incoming = _incoming(saved, ctx.options, dloss, dstats)
-    made, grad = Gradients(None, None, None), None
+    made, grad = Gradients(), None
     main_grad, request = ctx.main_grads[0], requests[1]
     later = is_deferred(ctx.deferred, weight, request)
     skip = GradRequest.SKIP
@@ -403,10 +381,9 @@ def _backward_gradients(
         grad = placeholder(weight, request)  # before main_grad is written, part by part
     if any(needs):
         separate_sum = accumulates_elsewhere(weight) and request is not GradRequest.RETURN
-        made = Gradients(*steps.backward(
-            _selected(saved.hidden, saved.selection()), *saved[1:5], saved.labels, saved.place, saved.bits,
-            saved.probabilities, saved.class_weight, saved.logsumexp, saved.entropy, *incoming, ctx.options, needs, separate_sum,
-            accumulate=(weight, main_grad, request), logits=saved.logits, used=not fresh,
+        made = Gradients(*OPS.backward(
+            saved.tensors(), saved.token_rows(), KeptNumbers(saved.logsumexp, saved.entropy), incoming, ctx.options, needs,
+            separate_sum, accumulate=(weight, main_grad, request), logits=saved.logits, used=not fresh,
         ))  # fmt: skip
 
     def put_weight() -> Tensor | None:
@@ -430,7 +407,7 @@ def _incoming(saved: _Saved, options: LossOptions, dloss: Tensor | None, dstats:
         g = saved.logsumexp.new_zeros(N, dtype=wide)
     else:
         dloss = saved.rows(dloss) if options.reduction == "none" else dloss
-        g = row_gradient(dloss.to(wide), options.reduction, N, saved.scale, saved.token_weight)
+        g = row_gradient(dloss.to(wide), options.reduction, N, saved.mean_scale, saved.token_weight)
     # the others, which come after, have none
     came = zip(options.differentiable(), dstats)  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
     rows = {name: saved.rows(t).to(wide).contiguous() for name, t in came if t is not None}
@@ -441,33 +418,31 @@ class _HeadWork:
     """A head's deferred gradient: it keeps hidden states and a few numbers a token, and recomputes logits in flush()."""
 
     def __init__(self, ctx: Any, saved: _Saved, incoming: RowGradients) -> None:
-        self.weight, self.bias, self.options = saved.weight, saved.bias, ctx.options._replace(grad_scale=None)
-        self.made_with = [t._version for t in (saved.weight, saved.bias) if t is not None]
-        kept = {
-            "hidden": _selected(saved.hidden, saved.selection()), "labels": saved.labels, "place": saved.place,
-            "bits": saved.bits, "logsumexp": saved.logsumexp, "entropy": saved.entropy,
-            "probabilities": saved.probabilities, "class_weight": saved.class_weight,
-            **{f"d{name}": t for name, t in zip(RowGradients._fields, incoming, strict=True)},
-        }  # fmt: skip
-        self.tensors = {name: t.detach() for name, t in kept.items() if t is not None}
+        kept = KeptNumbers(saved.logsumexp, saved.entropy)
+        self.records = [_without_graph(each) for each in (saved.tensors(), saved.token_rows(), kept, incoming)]
+        named = [(name, t) for record in self.records for name, t in zip(record._fields, record, strict=True)]
+        self.tensors = {name: t for name, t in named if t is not None and name not in ("weight", "bias")}
+        self.written = [t for t in (saved.weight, saved.bias) if t is not None]
+        self.made_with, self.options = [t._version for t in self.written], ctx.options
 
     def check(self) -> None:
-        if self.made_with != [t._version for t in (self.weight, self.bias) if t is not None]:
+        if self.made_with != [t._version for t in self.written]:
             raise RuntimeError("a head whose gradient is deferred was written to since: flush() before the optimizer's step")
 
     def start(self) -> None:
         pass
 
     def add(self, coming: Any, main_grad: Tensor) -> None:
-        kept = self.tensors.get
-        hidden, labels, lse = self.tensors["hidden"], self.tensors["labels"], self.tensors["logsumexp"]
-        more = kept("place"), kept("bits"), kept("probabilities"), kept("class_weight")
-        head = steps.head_of(hidden, self.weight, self.bias, None, None, labels, *more, self.options)
-        only = Needs(False, True, False)
-        plan = steps.plan_call(hidden, self.weight, labels.shape[0], self.options, only, main_grad, "recompute")
-        incoming = RowGradients(self.tensors["dloss"], *(kept(f"d{name}") for name in RowGradients._fields[1:]))
-        found = RowLosses(lse, lse, None, kept("entropy"))
-        recompute_gradients(head, plan, found, incoming, Gradients(None, ensure_allocated(main_grad), None), True)
+        tensors, rows, kept, incoming = self.records
+        plan = CrossEntropyRows.plan(tensors, rows, self.options, Needs(False, True, False), main_grad, "recompute", kept)
+        head = head_of(tensors, rows.place, self.options, self.options.product)
+        loss = CrossEntropyRows(head, rows, self.options, "recompute", kept, incoming)
+        into = Gradients(weight=ensure_allocated(main_grad))
+        recompute_gradients(head, loss, plan.rows, plan.columns, into, True)
+
+
+def _without_graph(record: Any) -> Any:
+    return type(record)(*(None if t is None else t.detach() for t in record))
 
 
 def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, request: GradRequest) -> Tensor | None:
@@ -477,10 +452,10 @@ def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, reques
         return None
     losses, of_label = saved.losses, saved.label_weight
     each = losses if of_label is None or saved.class_weight is not None else losses * of_label
-    if saved.scale is not None:
+    if saved.mean_scale is not None:
         kept = saved.labels != ctx.options.ignore_index
-        mean = torch.where(kept, losses * saved.token_weight, 0.0).sum() * saved.scale
-        each = torch.where(kept, each - (mean if of_label is None else mean * of_label), 0.0) * saved.scale
+        mean = torch.where(kept, losses * saved.token_weight, 0.0).sum() * saved.mean_scale
+        each = torch.where(kept, each - (mean if of_label is None else mean * of_label), 0.0) * saved.mean_scale
     dtype, shape = ctx.token_weight
     found = (each * (saved.rows(dloss) if dloss.dim() else dloss)).to(dtype)
     return (found if (selection := saved.selection()) is None else selection.put(found, shape.numel())).view(shape)

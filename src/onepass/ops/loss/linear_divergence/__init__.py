@@ -10,8 +10,8 @@ Shapes   student [..., D], student_weight [V, D], teacher [..., E], teacher_weig
 Saves    these and five numbers a token; beside them, as plan.py decides, finished gradients or logits.
 Bytes    2 N V elements of logits are written by two products, and read twice, for jsd three times; N V are written as the
          student's gradient and read by two products. The weight's gradient is read and written once more a chunk.
-Files    formula.py has the formula and the options, plan.py divides a call, passes.py runs its chunks, steps.py has the
-         registered ops, autograd.py the gradients, kernels.py (rows.py without kernels) what is done to rows of logits.
+Files    ops/loss/head has products, loops over chunks and autograd. formula.py has the formula and the options, plan.py divides a
+         call, row_loss.py is what is done to rows of logits, by kernels.py or rows.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.loss.formula import reduce_losses
-from onepass.ops.loss.linear_cross_entropy.steps import Needs
-from onepass.ops.loss.linear_divergence.autograd import apply
+from onepass.ops.loss.head.operands import HeadTensors
+from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.linear_divergence.formula import KINDS, DivergenceOptions, DivergenceTerms, row_divergences
-from onepass.ops.loss.linear_divergence.steps import plan_call
+from onepass.ops.loss.linear_divergence.row_loss import apply, plan_call
 from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
 from onepass.ops.loss.sharding import shard_linear_divergence
@@ -93,7 +93,8 @@ def _variant(call: Call) -> str:
     options, _ = _checked(**vars(call))
     lora = (None, None) if call.student_lora is None else call.student_lora[:2]
     needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias, *lora)))
-    plan = plan_call(call.student, call.student_weight, call.teacher_weight, options, needs, lora_a=lora[0])
+    student = HeadTensors(call.student, call.student_weight, call.student_bias, *lora)
+    plan = plan_call(student, call.teacher_weight, options, needs)
     return f"{plan}{'' if lora[0] is None else f'; LoRA of rank {lora[0].shape[0]}'}"
 
 
@@ -250,8 +251,8 @@ def linear_divergence(
     if not needs_grad(student, student_weight, student_bias, a, b):  # a Function can't tell, and makes gradients in forward
         student, student_weight = student.detach(), student_weight.detach()
         student_bias, a, b = (None if t is None else t.detach() for t in (student_bias, a, b))
-    return apply(  # type: ignore[no-any-return]
-        student, student_weight, student_bias, a, b, teacher, teacher_weight, teacher_bias, labels, options, group
+    return apply(
+        student, student_weight, student_bias, a, b, options, group, labels, teacher, teacher_weight, teacher_bias
     )
 
 

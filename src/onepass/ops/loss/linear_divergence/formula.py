@@ -55,6 +55,17 @@ class DivergenceOptions(NamedTuple):
     def terms(self) -> DivergenceTerms:
         return DivergenceTerms(*self[:6])
 
+    @property
+    def sequence(self) -> bool:
+        return False
+
+    @property
+    def grad_scale(self) -> None:
+        return None
+
+    def differentiable(self) -> list[str]:
+        return []
+
 
 def row_divergences(student: Tensor, teacher: Tensor, labels: Tensor, terms: DivergenceTerms) -> Tensor:
     """Divergences of rows [..., V] of products, 0 in rows that are ignored. A column with a probability of 0 adds nothing."""

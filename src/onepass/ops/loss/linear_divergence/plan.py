@@ -27,6 +27,7 @@ PRODUCTS = {"loss_only": 2, "grad_in_forward": 4, "keep_logits": 4, "keep_teache
 class DivergencePlan(NamedTuple):
     mode: str
     rows: int  # tokens at a time
+    columns: int  # of the vocabulary at a time: all
     chunks: int
     bytes: int  # most allocated at a time, results included
     short: bool  # nothing fits in chunk_bytes
@@ -85,15 +86,16 @@ def _divided(mode: str, inputs: DivergenceInputs, row: int, waiting: int, budget
         most = _SHARED_ROWS if inputs.chunk_bytes is None else inputs.chunk_bytes // _SHARED_ROW
     else:
         most = max(0, budget - waiting) // max(1, row)
-    rows = _equal_rows(inputs.N, max(_LEAST_ROWS, most))
+    rows = max(1, inputs.N) if mode == "keep_logits" else _equal_rows(inputs.N, max(_LEAST_ROWS, most))
     hidden = inputs.size * inputs.D * inputs.N * inputs.needs_hidden
     weight = inputs.size * inputs.D * inputs.V * inputs.needs_weight
     working = waiting + rows * row
     # the weight's gradient is rounded after the last chunk; hidden's, unless it waits in fp32, has its own type from the first on
     at_most = max(working + (hidden if mode != "grad_in_forward" else 0), waiting + hidden + weight)
     return DivergencePlan(
-        mode, rows, max(1, ceil_div(inputs.N, rows)), at_most, inputs.chunk_bytes is not None and working > inputs.chunk_bytes
-    )
+        mode, rows, inputs.V, max(1, ceil_div(inputs.N, rows)), at_most,
+        inputs.chunk_bytes is not None and working > inputs.chunk_bytes,
+    )  # fmt: skip
 
 
 def _equal_rows(N: int, most: int) -> int:

@@ -1,9 +1,7 @@
-"""The pieces of linear_cross_entropy's passes: operands, chunks of tokens, and products with the logits between them.
+"""The operands of a head's passes, and the products that make logits and take their gradient.
 
 Logits are [tokens, columns] in a buffer whose rows are a multiple of 64 columns apart. A vocabulary of an odd size gets a copy of
 its weight with zeros after the last row. Products of odd sizes are several times slower.
-
-Under sequence parallelism a chunk has tokens of every rank's part. They are gathered under the product of the chunk before.
 
 With LoRA logits are one product, [hidden, scale * hidden @ a.T] by [weight, b], so that they are rounded once. That weight exists
 for a few thousand columns at a time, in memory that they share.
@@ -11,19 +9,16 @@ for a few thousand columns at a time, in memory that they share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from onepass.ops.loss import row_formula, row_kernels, whole_row_kernels
-from onepass.ops.loss.formula import LossOptions
-from onepass.ops.loss.lora import LoRA
-from onepass.ops.loss.targets import Targets
-from onepass.parallel.collectives import Pending, start_all_gather
+from onepass.ops.loss.lora import LoRA, cast_lora
+from onepass.runtime.dispatch import cast
 from onepass.runtime.sizes import ceil_div
 
 _APART = 64  # rows of logits are a multiple of this many columns apart
@@ -45,49 +40,68 @@ class VocabShard(NamedTuple):
     place: Tensor  # [2] on the device: this rank's first column, and the size of the whole vocabulary
 
 
+class HeadTensors(NamedTuple):
+    """What logits are made of, as a call has it."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+
+
+class HeadOptions(Protocol):
+    """What a head reads of an op's options."""
+
+    @property
+    def product(self) -> torch.dtype: ...  # type of the products' operands
+    @property
+    def wide(self) -> bool: ...  # keep logits in fp32
+    @property
+    def use_triton(self) -> bool: ...
+    @property
+    def group(self) -> str: ...  # name of a process group of several ranks, or ""
+    @property
+    def sequence(self) -> bool: ...  # each of them has its part of the tokens
+    @property
+    def lora_scale(self) -> float: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def grad_scale(self) -> float | None: ...  # the promised incoming gradient
+
+    def differentiable(self) -> list[str]: ...  # what is returned beside the loss and can be differentiated
+
+
 @dataclass
 class Head:
-    """The operands and the options of all passes."""
+    """The operands of all passes, in the products' type."""
 
     hidden: Tensor  # [tokens, D], of this rank's part of the sequence
-    weight: Tensor  # [V, D] in the same type, V of this rank
+    weight: Tensor  # [V, D], V of this rank
     bias: Tensor | None
-    labels: Tensor  # [N] of the whole sequence
-    options: LossOptions
+    wide: bool
+    use_triton: bool
     shard: VocabShard | None = None
-    bits: Tensor | None = None  # which of this rank's columns a row's distribution has, [N or 1, bytes]
-    lora: LoRA | None = None  # in the same type, b of this rank's columns
-    targets: Targets | None = None  # what masses are made of, with probabilities [N, V] of this rank's columns
+    lora: LoRA | None = None  # b of this rank's columns
     own: Tensor | None = None  # numbers of hidden's rows that are computed, gathered chunk by chunk; None for all
 
     def __post_init__(self) -> None:
-        options = self.options
-        self.terms, self.stats, self.use_triton = options.terms, options.statistics(), options.use_triton
         self.columns = self.weight.shape[0]
-        self.rows: Any = row_kernels if self.use_triton else row_formula
-        whole: Any = whole_row_kernels if self.use_triton else row_formula
-        self.row_statistics_and_gradients = whole.row_statistics_and_gradients
-        self.place = None if self.shard is None else self.shard.place
-        self.logits = wide_type(self.hidden) if options.wide else self.hidden.dtype
+        self.logits = wide_type(self.hidden) if self.wide else self.hidden.dtype
         # an operand of products; None where it takes the logits' place
         self.narrow_gradient = None if self.logits == self.hidden.dtype else self.hidden.dtype
         self.ranks = self.shard.group.size() if self.shard is not None and self.shard.sequence else 1
+        self.own_tokens = (self.hidden if self.own is None else self.own).shape[0]  # of this rank's part
+        self.tokens = self.own_tokens * self.ranks
         if padded_rows(self.weight, self.use_triton):
             self.weight, self.bias = _padded(self.weight), None if self.bias is None else _padded(self.bias)
             self.lora = None if self.lora is None else self.lora._replace(b=_padded(self.lora.b))
         self._joined: Tensor | None = None
 
     @property
-    def tokens(self) -> int:
-        return self.labels.shape[0]
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens of this rank's part."""
-        return (self.hidden if self.own is None else self.own).shape[0]
-
-    def own_hidden(self, chunk: slice) -> Tensor:
-        return self.hidden[chunk] if self.own is None else self.hidden.index_select(0, self.own[chunk])
+    def place(self) -> Tensor | None:
+        return None if self.shard is None else self.shard.place
 
     def low(self, hidden: Tensor) -> Tensor:
         """Return `scale * hidden @ a.T`, an operand of two products: it is rounded once."""
@@ -125,6 +139,21 @@ class Head:
         return ceil_div(width + rank + (self.bias is not None), _EVEN) * _EVEN
 
 
+def head_of(
+    tensors: HeadTensors, place: Tensor | None, options: HeadOptions, product: torch.dtype, own: Tensor | None = None
+) -> Head:
+    """Cast the operands to the products' type. place: as `VocabShard` has it. own: as `Head` has it."""
+    hidden, weight, bias, lora_a, lora_b = tensors
+    group: Any = options.group  # to type checkers a name is of a type of its own
+    tokens = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+    if own is not None and tokens.dtype != product:  # rather a copy of these than of all
+        tokens, own = tokens.index_select(0, own), None
+    shard = None if place is None else VocabShard(_resolve_process_group(group), options.sequence, place)
+    bias = None if bias is None else cast(bias, product)
+    lora = None if lora_a is None or lora_b is None else cast_lora(LoRA(lora_a, lora_b, options.lora_scale), product)
+    return Head(cast(tokens, product), cast(weight, product), bias, options.wide, options.use_triton, shard, lora, own)
+
+
 def padded_rows(weight: Tensor, use_triton: bool) -> int:
     """Rows of a padded copy of the weight, whose products are faster; 0 if the weight needs none."""
     V = weight.shape[0]
@@ -146,76 +175,6 @@ def _padded(t: Tensor) -> Tensor:
     return padded
 
 
-# ---- chunks of tokens ----
-
-
-class Chunks:
-    """The chunks of a sequence. Each has as many tokens of every rank's part, one rank's after the other's."""
-
-    def __init__(self, head: Head, rows: int) -> None:
-        self.head, self.ranks = head, head.ranks
-        own = head.own_tokens
-        step = max(1, ceil_div(rows, self.ranks))
-        self.slices = [slice(first, min(first + step, own)) for first in range(0, own, step)] or [slice(0, 0)]
-        self.most = min(step, own) * self.ranks
-        self._coming: tuple[slice, Pending] | None = None
-
-    def __iter__(self) -> Iterator[slice]:
-        return iter(self.slices)
-
-    def __len__(self) -> int:
-        return len(self.slices)
-
-    def hidden(self, chunk: slice, following: slice | None = None) -> Tensor:
-        """Return the chunk's hidden states, and start gathering those of `following`."""
-        if self.ranks == 1:
-            return self.head.own_hidden(chunk)
-        coming = self._coming[1] if self._coming is not None and self._coming[0] is chunk else self.start(chunk)
-        whole = coming.wait()
-        self._coming = None if following is None else (following, self.start(following))
-        return whole
-
-    def start(self, chunk: slice) -> Pending:
-        hidden = self.head.own_hidden(chunk)
-        return Pending(hidden) if self.ranks == 1 else start_all_gather(hidden, self.head.shard.group)  # type: ignore[union-attr]
-
-    def take(self, chunk: slice, values: Tensor) -> Tensor:
-        """Return the chunk's part of `values`, one a token."""
-        if self.ranks == 1:
-            return values[chunk]
-        own, rest = values.shape[0] // self.ranks, values.shape[1:]
-        return values.view(self.ranks, own, *rest)[:, chunk].flatten(0, 1)
-
-    def bits(self, chunk: slice) -> Tensor | None:
-        """Return the chunk's part of the mask."""
-        bits = self.head.bits
-        return bits if bits is None or bits.shape[0] == 1 else self.take(chunk, bits)
-
-    def targets(self, chunk: slice) -> Targets | None:
-        """Return what the chunk's masses are made of."""
-        targets = self.head.targets
-        if targets is None or targets.probabilities is None:
-            return targets
-        return targets._replace(probabilities=self.take(chunk, targets.probabilities))
-
-    def put(self, chunk: slice, values: Tensor, into: Tensor) -> None:
-        if self.ranks == 1:
-            into[chunk] = values
-        else:
-            into.view(self.ranks, -1)[:, chunk] = values.view(self.ranks, -1)
-
-    def places(self, chunk: slice) -> slice:
-        """Where the chunk's tokens are when chunks lie one after the other."""
-        return slice(chunk.start * self.ranks, chunk.stop * self.ranks)
-
-    def in_order(self, values: Tensor) -> Tensor:
-        """Return `values`, one a token, as chunks lie one after the other."""
-        return values if len(self) == 1 else torch.cat([self.take(chunk, values) for chunk in self])
-
-    def after(self, at: int) -> slice | None:
-        return self.slices[at + 1] if at + 1 < len(self.slices) else None
-
-
 # ---- products ----
 
 
@@ -228,14 +187,10 @@ class LogitsBlock(NamedTuple):
     first: int  # number of the first column
 
 
-def to_global_rows(logits: LogitsBlock) -> Tensor:
-    """The logits with the columns after the last, for `to_local_rows`."""
-    return logits.x if logits.room == logits.x.shape[1] else logits.x.as_strided((len(logits.x), logits.room), logits.x.stride())
-
-
-def to_local_rows(x: Tensor, columns: int) -> LogitsBlock:
-    """The logits that `to_global_rows` gave."""
-    return LogitsBlock(x[:, :columns], x[:, :columns], x.shape[1], 0)
+def block_of_all(head: Head, logits: Tensor) -> LogitsBlock:
+    """All logits of all tokens, with the columns after the last."""
+    x = logits[:, : head.columns]
+    return LogitsBlock(x, x, logits.shape[1], 0)
 
 
 def new_buffer(head: Head, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
@@ -317,7 +272,9 @@ def low_gradient(head: Head, logits: LogitsBlock, into: Tensor, add: bool) -> No
 
 def multiply(d: Tensor, matrix: Tensor, into: Tensor, add: bool) -> None:
     """Multiply, into or onto `into`; sums are fp32 if `into` is."""
-    if into.dtype == d.dtype:
+    if not d.shape[1] and not add:  # a rank without columns: a CPU's product of none writes nothing in 16 bits
+        into.zero_()
+    elif into.dtype == d.dtype:
         torch.addmm(into, d, matrix, beta=float(add), out=into) if add else torch.mm(d, matrix, out=into)
     elif d.is_cuda:
         if add:
@@ -325,7 +282,7 @@ def multiply(d: Tensor, matrix: Tensor, into: Tensor, add: bool) -> None:
         else:
             torch.mm(d, matrix, out_dtype=into.dtype, out=into)
     else:
-        for at in range(0, max(1, d.shape[1]), _CPU_COLUMNS):  # once without columns too: it writes zeros
+        for at in range(0, d.shape[1], _CPU_COLUMNS):
             part = slice(at, at + _CPU_COLUMNS)
             # in place: autocast would round the result of addmm
             into.addmm_(d[:, part].to(into.dtype), matrix[part].to(into.dtype), beta=float(add or at > 0))
