@@ -13,48 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.kernels.language import PTX, as_device_function, device_function, tl, triton
+from onepass.kernels.language import as_device_function, device_function, tl, triton
+from onepass.kernels.sigmoid import LOG2_E, exp2_approx, reciprocal_approx, sigmoid, silu, silu_derivative
 
 # ---- device functions ----
 
-# The bare PTX instructions spare 3 of 10 instructions an element each: Triton's own exp and division also care for
-# subnormals, which 1 + exp never is and exp(-z) need not be. The interpreter knows no PTX.
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _GELU_1 = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _GELU_3 = tl.constexpr(1.5957691216057308 * 0.044715)
 
 
 @device_function
-def _exp2(x):
-    if PTX:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.exp2(x)
-
-
-@device_function
-def _reciprocal(x):
-    if PTX:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return 1.0 / x
-
-
-@device_function
-def _sigmoid(exponent):
-    """Return s = 1 / (1 + 2**exponent) and 1 - s, each right to its own last bits: a subtraction would lose those near s = 1.
-
-    Where 2**exponent overflows, s is 0 and so is 1 - s here: derivatives use it as a factor of s only.
-    """
-    e = _exp2(exponent)
-    s = _reciprocal(1.0 + e)
-    return s, tl.minimum(e, 1e38) * s
-
-
-@device_function
 def _gelu_sigmoid(z):
     """Return sigmoid(2u) = (1 + tanh u) / 2, which loses nothing where tanh is near -1."""
-    return _sigmoid(z * (-_LOG2_E * _GELU_1 - _LOG2_E * _GELU_3 * z * z))
+    return sigmoid(z * (-LOG2_E * _GELU_1 - LOG2_E * _GELU_3 * z * z))
 
 
 @device_function
@@ -76,8 +47,8 @@ def _normal_tail(z):
     The second is that exponential times a polynomial in 1 / (1 + 0.3 |z|). The library's erf branches: with it the backward
     ran at 0.69 of the copy bandwidth instead of 0.9.
     """
-    e = _exp2(-0.5 * _LOG2_E * z * z)
-    t = _reciprocal(1.0 + 0.3 * tl.abs(z))
+    e = exp2_approx(-0.5 * LOG2_E * z * z)
+    t = reciprocal_approx(1.0 + 0.3 * tl.abs(z))
     p = 0.0356757128203033 * t - 0.15720702012459717
     p = p * t + 0.20636025628899857
     p = p * t - 0.053689744794361755
@@ -102,26 +73,14 @@ def _gelu_exact_derivative(z):
 
 @device_function
 def _quick_gelu(z):
-    s, _ = _sigmoid(-1.702 * _LOG2_E * z)
+    s, _ = sigmoid(-1.702 * LOG2_E * z)
     return z * s
 
 
 @device_function
 def _quick_gelu_derivative(z):
-    s, rest = _sigmoid(-1.702 * _LOG2_E * z)
+    s, rest = sigmoid(-1.702 * LOG2_E * z)
     return s + 1.702 * (z * s * rest)
-
-
-@device_function
-def _silu(z):
-    s, _ = _sigmoid(-_LOG2_E * z)
-    return z * s
-
-
-@device_function
-def _silu_derivative(z):
-    s, rest = _sigmoid(-_LOG2_E * z)
-    return s + z * s * rest
 
 
 @device_function
@@ -187,7 +146,7 @@ _PLAIN = (
     Activation("gelu", _gelu_formula, _gelu, _gelu_derivative),
     Activation("gelu_exact", F.gelu, _gelu_exact, _gelu_exact_derivative),
     Activation("quick_gelu", _quick_gelu_formula, _quick_gelu, _quick_gelu_derivative),
-    Activation("silu", F.silu, _silu, _silu_derivative),
+    Activation("silu", F.silu, silu, silu_derivative),
     Activation("relu", F.relu, _relu, _relu_derivative, masks=True),
     Activation("squared_relu", _squared_relu_formula, _squared_relu, _squared_relu_derivative, masks=True),
 )
