@@ -103,6 +103,29 @@ def _store_sums(out_ptr, partial_ptr, sums, alone, H: tl.constexpr, BLOCK_H: tl.
         tl.store(partial_ptr + columns, total, mask=(columns < H) & (alone == 0))
 
 
+@device_function
+def finish_sums(
+    dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweights, dbiases,
+    H: tl.constexpr, ADD: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
+):  # fmt: skip
+    """Sum dweight and dbias over the programs of the grid's first dimension, each of which has the sums of its own rows."""
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    PARTS: tl.constexpr = (dweight_ptr is not None) + (dbias_ptr is not None)
+    if PARTS > 0:
+        alone = (programs == 1) & (not ADD)  # to be added, they take the way of several programs: one place adds
+        at = partial_ptr + program * (PARTS * H)
+        if dweight_ptr is not None:
+            _store_sums(dweight_ptr, at, dweights, alone, H, BLOCK_H, CHUNKS)
+        if dbias_ptr is not None:
+            _store_sums(dbias_ptr, at + (PARTS - 1) * H, dbiases, alone, H, BLOCK_H, CHUNKS)
+        if alone == 0:
+            helpers = helper_count()
+            helper = join_helpers(arrived_ptr, programs, helpers)
+            if helper >= 0:
+                share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, ADD, SHARE_S, SHARE_H)
+                leave_helpers(arrived_ptr, helpers)
+
+
 @kernel
 def _rows_kernel(
     dy_ptr, dh_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, dx_ptr, y_ptr, dweight_ptr, dbias_ptr,
@@ -183,20 +206,9 @@ def _rows_kernel(
                 else:
                     dx *= rstd
                 _store_chunk(dx_ptr, rows, columns, real, dx, H, (i + 1) * BLOCK_H <= H)
-    PARTS: tl.constexpr = (dweight_ptr is not None) + (dbias_ptr is not None)
-    if PARTS > 0:
-        alone = (programs == 1) & (not ADD)  # to be added, they take the way of several programs: one place adds
-        at = partial_ptr + program * (PARTS * H)
-        if dweight_ptr is not None:
-            _store_sums(dweight_ptr, at, dweights, alone, H, BLOCK_H, CHUNKS)
-        if dbias_ptr is not None:
-            _store_sums(dbias_ptr, at + (PARTS - 1) * H, dbiases, alone, H, BLOCK_H, CHUNKS)
-        if alone == 0:
-            helpers = helper_count()
-            helper = join_helpers(arrived_ptr, tl.num_programs(0), helpers)
-            if helper >= 0:
-                share_strips(partial_ptr, dweight_ptr, dbias_ptr, helper, helpers, programs, H, ADD, SHARE_S, SHARE_H)
-                leave_helpers(arrived_ptr, helpers)
+    finish_sums(
+        dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweights, dbiases, H, ADD, BLOCK_H, CHUNKS, SHARE_S, SHARE_H
+    )  # fmt: skip
 
 
 @device_function
