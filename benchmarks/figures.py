@@ -626,6 +626,11 @@ OPS_ROWS = [
         "a norm, alone or after adding a residual, of any width; one kernel forward, one backward",
         "norm",
     ),
+    (
+        "[`gated_rms_norm`](docs/guide.md#gated-norms)",
+        "RMSNorm and a SiLU or sigmoid gate in one kernel, in either order, of heads, rows or groups; saves its two inputs only",
+        "gated_norm",
+    ),
     ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
     (
         "[`linear`](docs/guide.md#linear-layers)",

@@ -22,6 +22,7 @@ from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_divergence import linear_divergence
 from onepass.ops.loss.lora import LoRA
+from onepass.ops.norm.gated_norm import gated_rms_norm
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
@@ -61,6 +62,7 @@ __all__ = [
     "embedding",
     "explain",
     "fuse",
+    "gated_rms_norm",
     "gpt",
     "graphed",
     "graphed_step",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.nn import LayerNorm, RMSNorm
+from onepass.nn import GatedRMSNorm, LayerNorm, RMSNorm
 
 BOTH = pytest.mark.parametrize(("ours", "theirs"), [(LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)])
 EACH = pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
@@ -202,3 +202,32 @@ def test_repr_says_what_differs_from_the_usual():
     assert repr(LayerNorm(8)) == "LayerNorm((8,), eps=1e-05, elementwise_affine=True)"
     assert repr(LayerNorm(8, bias=False)).endswith("elementwise_affine=True, bias=False)")
     assert repr(RMSNorm(8, None, memory_efficient=True)).endswith("eps=None, elementwise_affine=True, memory_efficient=True)")
+
+
+# ---- the gated norm ----
+
+
+def test_the_gated_norm_calls_the_op_with_all_that_it_was_given():
+    x, z = torch.randn(3, 5, 12, requires_grad=True), torch.randn(3, 5, 12, requires_grad=True)
+    options = {"activation": "sigmoid", "norm_before_gate": False, "group_size": 4, "zero_centered_gamma": True}
+    layer = GatedRMSNorm(12, 0.1, **options)
+    assert list(layer.state_dict()) == ["weight"] and not layer.weight.any()
+    randomised(layer)
+    assert torch.equal(layer(x, z), onepass.gated_rms_norm(x, z, layer.weight, 0.1, **options))
+    plain = GatedRMSNorm(12, elementwise_affine=False)
+    assert torch.equal(plain(x, z), onepass.gated_rms_norm(x, z))
+    assert "activation=sigmoid, norm_before_gate=False, group_size=4" in repr(layer)
+    assert GatedRMSNorm(12, sequence_parallel=True).weight.sequence_parallel is True
+    for name in ("activation", "norm_before_gate", "group_size", "zero_centered_gamma"):
+        other = GatedRMSNorm(12, 0.1, **{key: value for key, value in options.items() if key != name})
+        other.load_state_dict(layer.state_dict())
+        assert not torch.allclose(layer(x, z), other(x, z)), name
+
+
+def test_what_the_gated_norm_can_not_be_is_named():
+    with pytest.raises(ValueError, match="group_size must divide normalized_shape, 12, or be None, but is 5"):
+        GatedRMSNorm(12, group_size=5)
+    with pytest.raises(ValueError, match="activation must be one of silu, sigmoid, but is 'gelu'"):
+        GatedRMSNorm(12, activation="gelu")
+    with pytest.raises(ValueError, match="x's last dimension must be 12"):
+        GatedRMSNorm(12, elementwise_affine=False)(torch.ones(2, 6), torch.ones(2, 6))

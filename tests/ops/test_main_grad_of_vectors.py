@@ -26,6 +26,7 @@ OPS = {
     "rms_norm": lambda x, a, b, backend, op=onepass: op.rms_norm(x, a, backend=backend),
     "layer_norm": lambda x, a, b, backend, op=onepass: op.layer_norm(x, a, b, backend=backend),
     "residual": lambda x, a, b, backend, op=onepass: sum(op.layer_norm(x, a, b, residual=x.detach(), backend=backend)),
+    "gated_rms_norm": lambda x, a, b, backend, op=onepass: op.gated_rms_norm(x, x.detach(), a, backend=backend),
     "norm_linear": lambda x, a, b, backend, op=onepass: op.norm_linear(
         x, a, eye(x.shape[-1], x), norm="layer_norm", norm_bias=b, backend=backend
     ),
@@ -53,7 +54,9 @@ def given(dtype=BF16, main=None):
 
 def used(name, vectors):
     """Those of a and b that the op has."""
-    return {"rms_norm": vectors[:1], "bias_activation": vectors[1:], "activation_linear": vectors[1:]}.get(name, vectors)
+    if name in ("rms_norm", "gated_rms_norm"):
+        return vectors[:1]
+    return vectors[1:] if name in ("bias_activation", "activation_linear") else vectors
 
 
 def exact(name, x, vectors):

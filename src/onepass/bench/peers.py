@@ -37,6 +37,8 @@ PACKAGES = {
     "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
     "torchao": PeerPackage("torchao", "torchao"),
     "cuDNN frontend": PeerPackage("cudnn", "nvidia-cudnn-frontend"),
+    "FLA": PeerPackage("fla", "flash-linear-attention"),
+    "mamba-ssm": PeerPackage("mamba_ssm", "mamba-ssm"),
 }
 
 

@@ -6,7 +6,7 @@ from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.linear_divergence import LinearDivergence
 from onepass.nn.mlp import MLP
-from onepass.nn.norm import LayerNorm, RMSNorm
+from onepass.nn.norm import GatedRMSNorm, LayerNorm, RMSNorm
 from onepass.nn.norm_linear import NormLinear
 from onepass.nn.precision import fp8_saturations, fp8_state_dict, fp8_underflows, load_fp8_state_dict, set_precision
 from onepass.nn.sharding import sharded_state_dict
@@ -15,6 +15,7 @@ __all__ = [
     "MLP",
     "BiasActivation",
     "ColumnParallelLinear",
+    "GatedRMSNorm",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: torch.nn's modules with onepass kernels and an optional residual."""
+"""LayerNorm and RMSNorm: torch.nn's modules with onepass kernels and an optional residual. GatedRMSNorm: RMSNorm and a gate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.nn.fp8_state import FP8Module
+from onepass.ops.norm.gated_norm import check_gate, gated_rms_norm
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.runtime.checks import check_eps
 
@@ -50,7 +51,7 @@ class MarkedParameters(FP8Module):
 
 
 class _Norm(MarkedParameters):
-    """The base class of both norms: options and a weight."""
+    """The base class of the norms: options and a weight."""
 
     weight: nn.Parameter | None
     eps: float | None
@@ -204,6 +205,58 @@ class RMSNorm(_Norm):
             memory_efficient=self.memory_efficient,
             return_input=self.return_input,
         )
+
+
+class GatedRMSNorm(_Norm):
+    """RMSNorm over the last dimension and a gate, by `onepass.gated_rms_norm`. Its state dict is RMSNorm's.
+
+    Args:
+        normalized_shape: the size of x's last dimension, as a number or as a shape of one.
+        eps, activation, norm_before_gate, group_size: as in `onepass.gated_rms_norm`.
+        elementwise_affine, device, dtype: as in torch.nn.RMSNorm.
+        zero_centered_gamma, sequence_parallel: as in `onepass.nn.RMSNorm`.
+    """
+
+    eps: float
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+        activation: str = "silu",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        options = zero_centered_gamma, False, False, sequence_parallel
+        super().__init__(normalized_shape, check_eps(eps), elementwise_affine, device, dtype, *options)
+        check_gate("normalized_shape", self.normalized_shape[0], activation, group_size)
+        self.activation, self.norm_before_gate, self.group_size = activation, norm_before_gate, group_size
+        self.reset_parameters()
+        self.mark_parameters()
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """Return the norm of x, times the weight and the activation of z, in the order that norm_before_gate says."""
+        self._check(x)
+        return gated_rms_norm(
+            x,
+            z,
+            self.given(self.weight),
+            self.eps,
+            zero_centered_gamma=self.zero_centered_gamma,
+            activation=self.activation,
+            norm_before_gate=self.norm_before_gate,
+            group_size=self.group_size,
+        )
+
+    def extra_repr(self) -> str:
+        said = [super().extra_repr(), f"activation={self.activation}", f"norm_before_gate={self.norm_before_gate}"]
+        return ", ".join(said + ([] if self.group_size is None else [f"group_size={self.group_size}"]))
 
 
 def _machine_epsilon(x: Tensor) -> float:

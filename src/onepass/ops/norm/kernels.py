@@ -22,7 +22,7 @@ from onepass.runtime.op import Call, Registered
 from onepass.runtime.sizes import ceil_div
 
 WIDEST = 262144
-_TYPES = (torch.bfloat16, torch.float32, torch.float16)
+TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def _forward_fake(
@@ -83,7 +83,7 @@ def backward_into(
 
 def norm_unsupported(x: Tensor) -> str | None:
     """Why the kernels can't take this call, or None."""
-    if x.dtype not in _TYPES:
+    if x.dtype not in TYPES:
         return f"x is {x.dtype}"
     if x.shape[-1] > WIDEST:
         return f"rows of {x.shape[-1]} are longer than {WIDEST}"

@@ -1,4 +1,4 @@
-"""Sample calls of layer_norm, rms_norm and norm_linear."""
+"""Sample calls of layer_norm, rms_norm, gated_rms_norm and norm_linear."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from onepass.kernels.fp8_tile import SLOTS
 from onepass.ops.norm import fp8
 from onepass.ops.norm.formula import NormOptions
+from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -27,6 +28,7 @@ from onepass.runtime.samples import (
 SAMPLES = {
     "layer_norm": Sample(partial(random_tensors, ((11, 203), (203,), (203,))), layer_norm_reference),
     "rms_norm": Sample(partial(random_tensors, ((11, 203), (203,))), rms_norm_reference),
+    "gated_rms_norm": Sample(partial(random_tensors, ((5, 11, 40), (5, 11, 40), (40,))), gated_rms_norm_reference),
     "norm_linear": Sample(partial(random_tensors, ((11, 203), (203,), (29, 203))), norm_linear_reference),
     "layer_norm: residual": Sample(
         partial(random_tensors, ((11, 203), (203,), (203,), (11, 203))),
@@ -36,6 +38,11 @@ SAMPLES = {
     ),
     "rms_norm: residual": Sample(
         partial(random_tensors, ((11, 203), (203,), (11, 203))), rms_norm_reference, keywords=("residual",)
+    ),
+    "gated_rms_norm: the gate first": Sample(
+        partial(random_tensors, ((11, 203), (11, 203), (203,))),
+        gated_rms_norm_reference,
+        {"norm_before_gate": False, "group_size": 29, "activation": "sigmoid", "zero_centered_gamma": True},
     ),
     "norm_linear: all outputs": Sample(
         partial(random_tensors, ((11, 203), (203,), (29, 203), (29,), (203,), (11, 203))),
@@ -49,6 +56,7 @@ SAMPLES = {
 SHAPES_OF = {
     "layer_norm": {"residual": lambda x, given: x.shape},
     "rms_norm": {"residual": lambda x, given: x.shape},
+    "gated_rms_norm": {"z": lambda x, given: x.shape},
     "norm_linear": {"residual": lambda x, given: x.shape, "bias": lambda x, given: given["weight"][:1]},
 }
 
@@ -82,6 +90,23 @@ def _random_norm(layer: bool, draw: Draw) -> RandomCall:
     return RandomCall(tensors, {**options, "memory_efficient": draw.flag(0.2)}, formula)
 
 
+def _random_gated_norm(draw: Draw) -> RandomCall:
+    dtype = draw.dtype()
+    width, group_size = draw.choose(((max(_NARROWEST, draw.width()), None), (64, 16), (36, 4), (51, 17)), (6, 1, 1, 1))
+    lead = draw.lead()
+    tensors = {"x": RandomTensor((*lead, width), dtype), "z": RandomTensor((*lead, width), draw.beside(dtype))}
+    if draw.flag(0.8):
+        tensors["weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
+    options: dict[str, Any] = {
+        "eps": draw.choose((1e-5, _least_eps(group_size or width), 0.1)),
+        "zero_centered_gamma": "weight" in tensors and draw.flag(0.3),
+        "activation": draw.choose(("silu", "sigmoid"), (3, 1)),
+        "norm_before_gate": draw.flag(0.6),
+        "group_size": group_size,
+    }
+    return RandomCall(tensors, options, partial(gated_rms_norm_reference, **options))
+
+
 def _random_norm_linear(draw: Draw) -> RandomCall:
     dtype, norm = draw.dtype(), draw.choose(tuple(NORMS))
     precision = draw.precision(dtype)
@@ -111,6 +136,7 @@ def _random_norm_linear(draw: Draw) -> RandomCall:
 RANDOM_CALLS = {
     "layer_norm": partial(_random_norm, True),
     "rms_norm": partial(_random_norm, False),
+    "gated_rms_norm": _random_gated_norm,
     "norm_linear": _random_norm_linear,
 }
 
@@ -119,6 +145,7 @@ RANDOM_CALLS = {
 
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _norm_calls()
+    yield from _gated_norm_calls()
     yield from _norm_linear_calls()
     yield from _codes_calls()
 
@@ -164,6 +191,36 @@ def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, optio
         return result
 
     return CoveringCall(" ".join(filter(None, (norm, f"{rows}x{width}", option))), dtype, run)
+
+
+def _gated_norm_calls() -> Iterator[CoveringCall]:
+    """Heads and rows of all tiles; options and types of heads that people have."""
+    for width in (64, 128, 256, 1000, 2048, 4096, 5120, 8192):
+        yield _gated_norm_call(width)
+    yield _gated_norm_call(1024, groups=8, norm_before_gate=False)
+    for option in ("frozen weight", "frozen x", "main_grad", "heads"):
+        yield _gated_norm_call(128, option=option)
+    yield _gated_norm_call(128, activation="sigmoid", zero_centered_gamma=True)
+    for width in (128, 4096, 5120, 8192):
+        yield _gated_norm_call(width, torch.float32)
+        yield _gated_norm_call(width, norm_before_gate=False)
+
+
+def _gated_norm_call(
+    width: int, dtype: torch.dtype = torch.bfloat16, option: str = "", groups: int = 1, **options: Any
+) -> CoveringCall:
+    def run() -> Tensor:
+        x, z = (meta(65536, groups * width, dtype=dtype, requires_grad=option != "frozen x") for _ in range(2))
+        if option == "heads":  # z of a product's rows
+            z = meta(4, 512, 64 * width, dtype=dtype)[..., : 32 * width].unflatten(-1, (32, width))
+        weight = meta(groups * width, dtype=dtype, requires_grad=option != "frozen weight")
+        if option == "main_grad":
+            give_main_grad(weight)
+        group_size = None if groups == 1 else width
+        return gated_rms_norm(x.view(z.shape), z, weight, group_size=group_size, backend="triton", **options)
+
+    said = [f"{name}={value}" for name, value in options.items()]
+    return CoveringCall(" ".join(filter(None, ("gated_rms_norm", f"{groups}x{width}", option, *said))), dtype, run)
 
 
 def _norm_linear_calls() -> Iterator[CoveringCall]:

@@ -24,7 +24,8 @@ _VECTORS = "weight", "bias", "norm_weight", "norm_bias"
 
 def shard_norm(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided, and whole rows normalised."""
-    refuse(given, "out")
+    if "out" in given:
+        refuse(given, "out")
     return _by_rows(given, at, _rows(given, at))
 
 
@@ -53,9 +54,9 @@ def shard_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int
 
 
 def _rows(given: dict[str, Any], at: Mapping[str, Split]) -> Split:
-    return first_split(*(leading_split(at[name], given["x"]) for name in ("x", "residual") if name in at))
+    return first_split(*(leading_split(at[name], given["x"]) for name in ("x", "residual", "z") if name in at))
 
 
 def _by_rows(given: dict[str, Any], at: Mapping[str, Split], rows: Split) -> Layout:
-    inputs: dict[str, Split] = all_as(WHOLE, *_VECTORS) | {"x": rows, "residual": rows}
+    inputs: dict[str, Split] = all_as(WHOLE, *_VECTORS) | all_as(rows, "x", "residual", "z")
     return Layout(inputs, {name: sum_over(rows) for name in _VECTORS}, split_output(rows, given["x"]))

@@ -1,0 +1,314 @@
+"""What gated_rms_norm is, and how it behaves under autograd and with what people hand to it."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.calls import Operators, backends, equal, gradients, nearly_equal, needs_triton, says
+from ops.gated_norm_oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Case, judge_case, real_cases, small_cases, small_tiles
+
+import onepass
+import onepass.ops.norm.gated_norm as module
+from onepass.ops.norm import gated_kernels
+from onepass.testing.poison import bytes_kept, saved_tensors, unchanged
+
+paths = pytest.mark.parametrize("path", ("", "rows", "single"))
+
+
+def tensors(*lead, H=24, dtype=FP32):
+    """x, z and weight, which ask for a gradient."""
+    drawn = (torch.randn(*size, H, device=DEVICE, dtype=dtype) for size in (lead or (3, 5), lead or (3, 5), ()))
+    return [t.requires_grad_() for t in drawn]
+
+
+def op(backend, **options):
+    return lambda x, z, weight=None: onepass.gated_rms_norm(x, z, weight, backend=backend, **options)
+
+
+# ---- what it computes ----
+
+
+@backends
+def test_the_formula_by_hand(backend):
+    x, z, weight, eps = [1.0, -2.0, 4.0, 0.5], [0.5, -1.0, 0.0, 3.0], [0.5, 1.0, -1.0, 2.0], 0.25
+    given = [torch.tensor(t, device=DEVICE) for t in (x, z, weight)]
+
+    def rms(values):
+        return math.sqrt(sum(a * a for a in values) / len(values) + eps)
+
+    for activation in ("silu", "sigmoid"):
+        sigmoids = [1 / (1 + math.exp(-b)) for b in z]
+        gate = [b * s for b, s in zip(z, sigmoids, strict=True)] if activation == "silu" else sigmoids
+        call = op(backend, eps=eps, activation=activation)
+        expected = [a / rms(x) * w * g for a, w, g in zip(x, weight, gate, strict=True)]
+        torch.testing.assert_close(call(*given), torch.tensor(expected, device=DEVICE))
+        expected = [a / rms(x) * (w + 1) * g for a, w, g in zip(x, weight, gate, strict=True)]
+        call = op(backend, eps=eps, activation=activation, zero_centered_gamma=True)
+        torch.testing.assert_close(call(*given), torch.tensor(expected, device=DEVICE))
+        h = [a * g for a, g in zip(x, gate, strict=True)]
+        call = op(backend, eps=eps, activation=activation, norm_before_gate=False)
+        expected = [a / rms(h) * w for a, w in zip(h, weight, strict=True)]
+        torch.testing.assert_close(call(*given), torch.tensor(expected, device=DEVICE))
+        call = op(backend, eps=eps, activation=activation, norm_before_gate=False, group_size=2)
+        expected = [a / rms(half) * w for a, half, w in zip(h, (h[:2], h[:2], h[2:], h[2:]), weight, strict=True)]
+        torch.testing.assert_close(call(*given), torch.tensor(expected, device=DEVICE))
+
+
+@backends
+def test_what_models_write(backend):
+    """Qwen3-Next's norm of heads and Mamba 2's of groups, in fp32, where their own roundings are none."""
+    x, z, weight = tensors(2, 5, 3, H=16)
+    heads = weight * F.rms_norm(x, (16,), eps=1e-6) * F.silu(z)
+    torch.testing.assert_close(op(backend)(x, z, weight), heads)
+    x, z, weight = tensors(2, 5, H=48)
+    groups = F.rms_norm((x * F.silu(z)).unflatten(-1, (3, 16)), (16,), eps=1e-5).flatten(-2) * weight
+    torch.testing.assert_close(op(backend, eps=1e-5, norm_before_gate=False, group_size=16)(x, z, weight), groups)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [*small_cases(), *real_cases()], ids=str)
+def test_within_the_budget(case):
+    report = judge_case(module, case)
+    assert report, f"{case}\n{report}"
+
+
+@pytest.mark.parametrize("case", small_cases(), ids=str)
+def test_the_torch_backend_is_within_the_budget(case):
+    report = judge_case(module, case, "torch")
+    assert report, f"{case}\n{report}"
+
+
+@needs_triton
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_shape_layout_and_type(data):
+    draw = data.draw
+    lead = draw(st.lists(st.integers(1, 5), max_size=4))
+    groups, H = draw(st.sampled_from((1, 1, 3))), draw(st.integers(2, 40))
+    layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(3)]
+    case = Case(
+        draw(st.sampled_from(("", "rows", "single"))), tuple(lead), groups * H, draw(st.sampled_from((FP32, FP16, BF16))),
+        draw(st.sampled_from((None, FP32, BF16))), draw(st.sampled_from((None, FP32, BF16))),
+        activation=draw(st.sampled_from(("silu", "sigmoid"))), norm_before_gate=draw(st.booleans()),
+        group_size=None if groups == 1 else H, eps=0.1, layout=layouts[0], z_layout=layouts[1], dy_layout=layouts[2],
+    )  # fmt: skip
+    report = judge_case(module, case)
+    assert report, f"{case}\n{report}"
+
+
+@backends
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_nothing_gives_nothing(shape, backend):
+    y, dx, dz, dweight = gradients(op(backend, group_size=8), tensors(*shape))
+    assert y.shape == dx.shape == dz.shape == (*shape, 24) and not dweight.any()
+
+
+@backends
+def test_nan_and_infinities_stay_in_their_rows(backend):
+    for name, value in (("x", math.nan), ("x", math.inf), ("z", math.nan), ("z", math.inf), ("z", -math.inf)):
+        x, z, weight = tensors(6)
+        with torch.no_grad():
+            (x if name == "x" else z)[2, 3] = value
+        for norm_first in (True, False):
+            y, dx, dz, _ = gradients(op(backend, norm_before_gate=norm_first), [x, z, weight])
+            expected = gradients(op("torch", norm_before_gate=norm_first), [x, z, weight])
+            for t, e in zip((y, dx, dz), expected, strict=False):
+                assert t[torch.arange(6) != 2].isfinite().all() and torch.equal(t.isnan(), e.isnan())
+
+
+# ---- where tensors lie ----
+
+
+@needs_triton
+def test_slices_of_a_projection_are_read_where_they_lie(monkeypatch):
+    """Heads of x and z as parts of each token's row, and z of Qwen3-Next's order: by key heads, each with its value heads."""
+    heads, H = 4, 16
+    projection = torch.randn(2, 3, 2 * heads * H + 7, device=DEVICE, dtype=BF16)
+    x, z = projection[..., : heads * H].unflatten(-1, (heads, H)), projection[..., heads * H : -7].unflatten(-1, (heads, H))
+    by_key = torch.randn(2, 3, 2, 5 * H, device=DEVICE, dtype=BF16)[..., 3 * H :].unflatten(-1, (2, H))
+    weight = torch.randn(H, device=DEVICE, dtype=BF16, requires_grad=True)
+    expected = [gradients(op("triton"), [x.clone().requires_grad_(), gate.clone().requires_grad_(), weight])
+                for gate in (z, by_key.reshape(z.shape))]  # fmt: skip
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("a copy"))
+    x, z, by_key = (t.requires_grad_() for t in (x, z, by_key))
+    given = torch.linspace(-1, 2, x.numel(), device=DEVICE).view(x.shape).to(BF16)
+    for gate, (y, dx, dz, dweight) in zip((z, by_key), expected, strict=True):
+        rows = x if gate is z else x.view(gate.shape) if x.is_contiguous() else x.unflatten(2, gate.shape[2:4])
+        found = op("triton")(rows, gate, weight)
+        grads = torch.autograd.grad(found, (rows, gate, weight), given.view(found.shape))
+        assert equal([found.view(y.shape), *(t.view(e.shape) for t, e in zip(grads, (dx, dz, dweight), strict=True))],
+                     [y, dx, dz, dweight])  # fmt: skip
+
+
+@backends
+def test_outputs_are_tensors_of_their_own(backend):
+    x, z, weight = tensors(4, 3)
+    y = op(backend)(x.detach().transpose(0, 1), z.detach().transpose(0, 1), weight.detach())
+    assert y._base is None and y.untyped_storage().nbytes() == y.nbytes
+
+
+# ---- autograd ----
+
+
+@backends
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_x_and_z_are_kept_and_nothing_else(dtype, backend):
+    x, z, weight = tensors(dtype=dtype)
+    with saved_tensors() as kept:
+        y = op(backend)(x, z, weight)
+    assert bytes_kept(kept, y, x, z, weight) == 0
+    with unchanged(x=x, z=z, weight=weight):
+        y.square().sum().backward()
+
+
+@backends
+def test_frozen_inputs_cost_nothing(backend):
+    x, z, weight = (t.detach() for t in tensors())
+    with saved_tensors() as kept:
+        y = op(backend)(x, z, weight)
+        with torch.no_grad():
+            again = op(backend)(x.clone().requires_grad_(), z, weight)
+    assert not kept and not y.requires_grad and torch.equal(y, again)
+
+
+@needs_triton
+@paths
+@pytest.mark.parametrize("norm_first", (True, False))
+def test_gradients_are_the_same_whatever_is_asked_for(path, norm_first):
+    given = tensors(17, H=36)
+    call = op("triton", norm_before_gate=norm_first, group_size=12)
+    with small_tiles(module, path):
+        full = gradients(call, given)
+        for wanted in range(1, 8):
+            some = [t.detach().requires_grad_(bool(wanted >> i & 1)) for i, t in enumerate(given)]
+            expected = [full[0], *(g for i, g in enumerate(full[1:]) if wanted >> i & 1)]
+            assert nearly_equal(gradients(call, some), expected)
+
+
+@needs_triton
+@paths
+def test_main_grad_takes_the_weights_gradient(path):
+    x, z, weight = tensors(19, H=36, dtype=BF16)
+    for options in ({}, {"group_size": 12, "norm_before_gate": False}):
+        with small_tiles(module, path):
+            expected = gradients(op("triton", **options), [x, z, weight.float()])[-1]
+            parameter = torch.nn.Parameter(weight.detach().clone())
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(36, device=DEVICE), False
+            y = op("triton", **options)(x, z, parameter)
+            y.backward(torch.linspace(-1, 2, y.numel(), device=DEVICE).view(y.shape).to(BF16))
+        assert parameter.grad_added_to_main_grad and not parameter.grad.any()
+        torch.testing.assert_close(parameter.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
+
+
+@backends
+def test_half_the_rows_at_a_time_is_the_same(backend):
+    x, z, weight = (t.detach() for t in tensors(8, 5))
+    call = op(backend, group_size=12)
+    whole = call(x, z, weight)
+    assert torch.equal(whole, torch.cat([call(x[:4], z[:4], weight), call(x[4:], z[4:], weight)]))
+
+
+def test_the_torch_backend_is_differentiable_often():
+    x, z, weight = (t.detach().double().requires_grad_() for t in tensors(3, H=6))
+    for options in ({}, {"norm_before_gate": False, "group_size": 3, "zero_centered_gamma": True, "activation": "sigmoid"}):
+        call = op("torch", eps=0.1, **options)
+        torch.autograd.gradcheck(call, (x, z, weight))
+        torch.autograd.gradgradcheck(call, (x, z, weight))
+
+
+# ---- what people wrap around it ----
+
+
+@needs_triton
+def test_compiling_for_any_number_of_rows():
+    torch._dynamo.reset()
+    call = op("triton", norm_before_gate=False, group_size=8)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 7):
+        assert equal(*(gradients(function, given) for given in [tensors(2, rows)] for function in (call, compiled)))
+
+
+@needs_triton
+def test_who_watches_sees_the_registered_ops():
+    x, z, weight = (t.detach() for t in tensors())
+    with Operators() as seen:
+        y = op("triton")(x, z, weight)
+    assert "onepass.gated_rms_norm.default" in seen.names and torch.equal(y, op("triton")(x, z, weight))
+
+
+@needs_triton
+def test_a_new_number_of_rows_binds_nothing_new():
+    for plan in (gated_kernels._forward_plan, gated_kernels._backward_plan):
+        plan.cache_clear()
+    for rows in (1, 2, 5, 9):
+        gradients(op("triton"), tensors(2, rows))
+    assert gated_kernels._forward_plan.cache_info().currsize == gated_kernels._backward_plan.cache_info().currsize == 1
+
+
+# ---- what is said of a call ----
+
+
+@needs_triton
+def test_explain_names_the_kernels():
+    x, z, weight = tensors(4, 8, H=128, dtype=BF16)
+    said = onepass.explain(onepass.gated_rms_norm, x, z, weight, backend="triton").variant
+    assert "forward with 16 rows a program" in said and "keeps x and z" in said and "3 programs a multiprocessor" in said
+    assert "as many programs as that takes" in onepass.explain("gated_rms_norm", x, z, backend="triton").variant
+    said = onepass.explain("gated_rms_norm", x, z, weight, group_size=32, backend="triton").variant
+    assert "64 groups a program" in said
+    assert "z copied" in onepass.explain("gated_rms_norm", x, z.mT.contiguous().mT, weight, backend="triton").variant
+    assert "nothing to do" in onepass.explain("gated_rms_norm", x[:0], z[:0], weight, backend="triton").variant
+
+
+@needs_triton
+def test_what_the_kernels_do_not_take():
+    x, z = torch.randn(2, 2, 8193, device=DEVICE).unbind()
+    assert "rows of 8193 are longer than 8192" in onepass.explain("gated_rms_norm", x, z).reasons["triton"]
+    torch.testing.assert_close(onepass.gated_rms_norm(x, z), F.rms_norm(x, (8193,), eps=1e-6) * F.silu(z))
+    with pytest.raises(RuntimeError, match="rows of 8193"):
+        onepass.gated_rms_norm(x, z, backend="triton")
+    with pytest.raises(RuntimeError, match=r"x is torch\.float64"):
+        onepass.gated_rms_norm(x[:, :8].double(), z[:, :8], backend="triton")
+
+
+_X = torch.ones(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("raised", "words", "x", "z", "options"),
+    [
+        (TypeError, ("x", "floating-point", "torch.int64"), _X.long(), _X, {}),
+        (ValueError, ("x", "last dimension", "()"), torch.tensor(1.0), torch.tensor(1.0), {}),
+        (TypeError, ("z must be a floating-point", "NoneType"), _X, None, {}),
+        (TypeError, ("z", "torch.int64"), _X, _X.long(), {}),
+        (ValueError, ("z", "x's shape (2, 6)", "(2, 5)"), _X, _X[:, :5], {}),
+        (ValueError, ("z", "cpu", "meta"), _X, _X.to("meta"), {}),
+        (ValueError, ("weight", "(6,)", "(3,)"), _X, _X, {"weight": torch.ones(3), "group_size": 3}),
+        (ValueError, ("zero_centered_gamma", "no weight"), _X, _X, {"zero_centered_gamma": True}),
+        (ValueError, ("eps", "above 0", "0.0"), _X, _X, {"eps": 0.0}),
+        (ValueError, ("activation", "silu, sigmoid", "'gelu'"), _X, _X, {"activation": "gelu"}),
+        (ValueError, ("group_size", "divide", "6", "4"), _X, _X, {"group_size": 4}),
+        (ValueError, ("group_size", "divide", "0"), _X, _X, {"group_size": 0}),
+        (ValueError, ("group_size", "divide", "2.0"), _X, _X, {"group_size": 2.0}),
+        (ValueError, ("backend", "auto", "nonsense"), _X, _X, {"backend": "nonsense"}),
+    ],
+)
+def test_what_is_wrong_is_said(raised, words, x, z, options):
+    with pytest.raises(raised) as caught:
+        onepass.gated_rms_norm(x, z, **options)
+    says(words, caught)
+
+
+def test_other_backends_get_what_is_not_a_default(monkeypatch):
+    from onepass.runtime.op import OPS
+
+    seen = []
+    monkeypatch.setattr(OPS["gated_rms_norm"], "others", {})
+    onepass.register_backend("gated_rms_norm", "someone", lambda x, z, weight, eps, **options: seen.append(options) or x)
+    x = torch.ones(2, 4, device=DEVICE)
+    onepass.gated_rms_norm(x, x, backend="someone")
+    onepass.gated_rms_norm(x, x, norm_before_gate=False, group_size=2, backend="someone")
+    assert seen == [{}, {"norm_before_gate": False, "group_size": 2}]

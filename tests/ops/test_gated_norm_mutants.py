@@ -1,0 +1,80 @@
+"""Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
+
+import pytest
+from ops.calls import caught
+from ops.gated_norm_oracle import judge_case, real_cases, small_cases
+
+import onepass.ops.norm.gated_norm as module
+
+pytest.importorskip("triton")
+from onepass.kernels import column_reduce, rows, sigmoid
+from onepass.ops.norm import backward
+from onepass.ops.norm import gated_kernels as gated
+from onepass.testing.mutants import copy_package, mutate
+
+CASES = small_cases() + [case for case in real_cases() if case.path]
+MUTANTS = {  # name: module, function, what is there, what stands there instead
+    # ---- rows ----
+    "1 - s where the exponential overflows": (sigmoid, "sigmoid", "tl.minimum(e, 1e38)", "e"),
+    "the gate of -z": (gated, "gate_and_slope", "-LOG2_E * z", "LOG2_E * z"),
+    "silu's slope is the sigmoid": (gated, "gate_and_slope", "tl.fma(z * s, rest, s)", "s"),
+    "the sigmoid's slope without 1 - s": (gated, "gate_and_slope", "s * rest", "s"),
+    "silu for the sigmoid": (gated, "gate_and_slope", "return s, ", "return z * s, "),
+    "eps inside out": (gated, "inverse_rms", "tl.sqrt(tl.sum(h * h, 1) / H + eps)", "(tl.sqrt(tl.sum(h * h, 1) / H) + eps)"),
+    "the variance of a sample": (gated, "inverse_rms", "/ H", "/ (H - 1)"),
+    "forward: the norm of x where the gate is first": (gated, "gated_output", "else x * gate", "else x"),
+    "forward: gated before and after": (gated, "gated_output", "else n * weight", "else n * weight * gate"),
+    "forward: no gate after": (gated, "gated_output", "n * weight * gate if", "n * weight if"),
+    "forward: the norm's output rounded": (gated, "gated_output", "n * weight * gate", "(n * weight).to(tl.bfloat16).to(tl.float32) * gate"),
+    "backward: the norm of x where the gate is first": (gated, "gated_gradients", "h = x if NORM_FIRST else x * gate", "h = x"),
+    "backward: d without the gate": (gated, "gated_gradients", "d = dy * gate if NORM_FIRST else dy", "d = dy"),
+    "backward: d gated twice": (gated, "gated_gradients", "if NORM_FIRST else dy\n", "if NORM_FIRST else dy * gate\n"),
+    "backward: no mean": (gated, "gated_gradients", "-product", "0.0 * product"),
+    "backward: the mean without the weight": (gated, "gated_gradients", "d * weight * h", "d * h"),
+    "backward: the mean of h, not of n": (gated, "gated_gradients", "[:, None] * rstd", "[:, None]"),
+    "backward: no scale of the norm": (gated, "gated_gradients", "d * weight) * rstd", "d * weight)"),
+    "backward: dx past the gate": (gated, "gated_gradients", "dh * gate, ", "dh, "),
+    "backward: dz without the weight": (gated, "gated_gradients", "n * weight * dslope", "n * dslope"),
+    "backward: dz of n": (gated, "gated_gradients", "else x * slope", "else h * slope"),
+    "backward: dweight of h": (gated, "gated_gradients", "dslope, d, n\n    else", "dslope, d, h\n    else"),
+    # ---- kernels ----
+    "forward: a row too many": (gated, "_gated_forward_kernel", "rows < M", "rows <= M"),
+    "forward: z read as x": (gated, "_gated_forward_kernel", "Z_ROW, inside", "X_ROW, inside"),
+    "forward: z's groups are x's": (gated, "_gated_forward_kernel", "Z_GAP, Z_INNER)", "X_GAP, X_INNER)"),
+    "forward: each group has the first one's weight": (gated, "_gated_forward_kernel", "weight_ptr + group if", "weight_ptr if"),
+    "forward: y a group after another": (gated, "_gated_forward_kernel", "(GROUPS * H)", "H"),
+    "forward: y rounded through bf16": (gated, "_gated_forward_kernel", "[None, :], y,", "[None, :], y.to(tl.bfloat16).to(tl.float32),"),
+    "backward: rows past the end are counted": (gated, "_gated_backward_kernel", "rows < M", "rows <= M"),
+    "backward: turns too far apart": (gated, "_gated_backward_kernel", "programs * BLOCK_M,", "(programs + 1) * BLOCK_M,"),
+    "backward: dy read as x": (gated, "_gated_backward_kernel", "DY_ROW, inside", "X_ROW, inside"),
+    "backward: dy's groups are x's": (gated, "_gated_backward_kernel", "DY_GAP, DY_INNER)", "X_GAP, X_INNER)"),
+    "backward: z read as x": (gated, "_gated_backward_kernel", "Z_ROW, inside", "X_ROW, inside"),
+    "backward: dz where dx is": (gated, "_gated_backward_kernel", "dz_ptr + at, dz", "dz_ptr + at, dx"),
+    "backward: dz rounded through bf16": (gated, "_gated_backward_kernel", "at, dz", "at, dz.to(tl.bfloat16).to(tl.float32)"),
+    "backward: all groups' dweight in the first": (gated, "_gated_backward_kernel", "dweight_ptr + group", "dweight_ptr"),
+    "backward: groups share their partial sums": (gated, "_gated_backward_kernel", " + group.to(tl.int64) * programs", ""),
+    "backward: groups share a counter": (gated, "_gated_backward_kernel", " + 2 * tl.program_id(1)", ""),
+    "backward: the last block of rows lost": (gated, "gated_backward", "ceil_div(blocks, programs)", "(blocks // programs)"),
+    "each program is alone": (backward, "finish_sums", "programs == 1", "programs > 0"),
+    "partial sums in bf16": (backward, "_store_sums", "partial_ptr + columns, total", "partial_ptr + columns, total.to(tl.bfloat16).to(tl.float32)"),
+    "helpers do not wait": (column_reduce, "join_helpers", "programs:", "0:"),
+    "only one pass over strips": (column_reduce, "sum_strips", "0, STRIPS", "0, tl.minimum(STRIPS, BLOCK_S)"),
+    "zero_centered_gamma forgotten": (rows, "load_scale", " + 1.0 if CENTERED else weight", ""),
+    # ---- plans, autograd ----
+    "plan: z's gap a multiple of 8": (gated, "_forward_plan", ", z_gap or 0", ""),
+    "plan: backward's rows multiples of 8": (gated, "_backward_plan", "*(row for row, _, _ in lies), ", ""),
+    "op: the sigmoid in forward, silu in backward": (module, "_GatedNormFunction.backward", "ctx.options, need_dx", "ctx.options._replace(activation='silu'), need_dx"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name):
+    assert caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case), "no case catches it"
+
+
+def test_a_copy_without_a_change_passes():
+    copy = copy_package(module)
+    assert copy is not module and copy.gated_rms_norm is not module.gated_rms_norm
+    for case in CASES[:8]:
+        report = judge_case(copy, case)
+        assert report, report
