@@ -16,8 +16,8 @@ from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, FP8Weight
 from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of
 from onepass.gradients.product import graph_break_if_deferred, is_deferred, linear_gradients
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
-from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, start_gather, start_sum, writable
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable
+from onepass.parallel.tensor_parallel import TPLayout, column_sums, rows_of, start_gather, start_sum
+from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, writable
 from onepass.runtime.fp8 import FP8Target, turned_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered

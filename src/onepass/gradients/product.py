@@ -30,9 +30,8 @@ from onepass.parallel.tensor_parallel import (
     start_gather,
     start_input_gradient,
     tp_product,
-    writable,
 )
-from onepass.runtime.dispatch import cast, fast_apply, not_twice_differentiable
+from onepass.runtime.dispatch import cast, fast_apply, not_twice_differentiable, writable
 
 if TYPE_CHECKING:
     from onepass.gradients.deferred import DeferredWgrad

@@ -84,16 +84,6 @@ def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout 
     return y if bias is None else y + bias
 
 
-def writable(y: Tensor) -> Tensor:
-    """Return what a Function returns for y, so that its caller may write to it in place.
-
-    F.linear with a bias returns a view where x has three dimensions, and autograd lets nobody write to a Function's views.
-    """
-    if torch.compiler.is_compiling() or not y._is_view():
-        return y
-    return y.data  # no view, and a tenth of the time of an operator
-
-
 def start_input_gradient(dy: Tensor, weight: Tensor, layout: TPLayout) -> Pending:
     """Make dx and start its sum. Make the parameters' gradients before waiting."""
     return start_sum(input_gradient(dy, weight), layout)

@@ -53,6 +53,16 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def writable(y: Tensor) -> Tensor:
+    """Return what a Function returns for y, so that its caller may write to it in place.
+
+    F.linear with a bias returns a view where x has three dimensions, and autograd lets nobody write to a Function's views.
+    """
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    return y.data  # no view, and a tenth of the time of an operator
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd will want a backward of a call on these."""
     if torch.is_grad_enabled():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass.runtime import saved
-from onepass.runtime.dispatch import NotTwiceDifferentiable, needs_grad, under_functorch
+from onepass.runtime.dispatch import NotTwiceDifferentiable, needs_grad, under_functorch, writable
 
 Formula = Callable[..., Any]  # of x, then the shared tensors, then those with something for each row: a tensor or a tuple of them
 Tensors = tuple[Tensor | None, ...]
@@ -41,7 +41,8 @@ class _FormulaFunction(torch.autograd.Function):
         kept = saved.pack(x, stored)
         ctx.call = formula, split, len(kept), stored
         ctx.save_for_backward(*kept, *rest)
-        return _forward(formula, x, rest[:split], rest[split:])
+        result = _forward(formula, x, rest[:split], rest[split:])
+        return tuple(map(writable, result)) if isinstance(result, tuple) else writable(result)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:

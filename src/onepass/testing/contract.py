@@ -26,6 +26,7 @@ from onepass.runtime.dispatch import NAMESPACE
 from onepass.runtime.op import OPS, Op
 from onepass.runtime.samples import Sample, weights_of
 from onepass.testing.faults import MemorySteps
+from onepass.testing.poison import unchanged
 
 _CLOSE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}  # rtol, atol
 
@@ -148,6 +149,24 @@ def respects_what_is_frozen(subject: Subject) -> None:
         assert any(y.requires_grad for y in ys) is bool(wanted), f"a graph with {wanted} asking"
         if wanted:
             _close(subject.gradients(some, ys), [full[i] for i in wanted], f"gradients with {wanted} asking")
+
+
+def takes_writes_to_results(subject: Subject) -> None:
+    """A result can be written in place, as PyTorch's can. Gradients are as before, unless backward needs it and says so."""
+    expected = subject.gradients(subject.tensors())
+    for i, y in enumerate(subject.run(*subject.tensors())):
+        tensors = subject.tensors()
+        ys = subject.run(*tensors)
+        with unchanged(**{str(j): t for j, t in enumerate((*tensors, *ys[:i], *ys[i + 1 :]))}):
+            ys[i].mul_(2)
+        assert torch.equal(ys[i], 2 * y)
+        try:
+            found = subject.gradients(tensors, (*ys[:i], ys[i] / 2, *ys[i + 1 :]))
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            continue
+        _close(found, expected, f"gradients after a write to result {i}")
 
 
 def takes_parameters_in_inference_mode(subject: Subject) -> None:
@@ -409,6 +428,7 @@ CHECKS = (
     takes_strided_tensors,
     respects_what_is_frozen,
     takes_parameters_in_inference_mode,
+    takes_writes_to_results,
     refuses_second_derivatives,
     follows_transforms,
     leaves_main_grad_alone_where_it_fails,

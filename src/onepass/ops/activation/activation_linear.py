@@ -62,13 +62,12 @@ from onepass.parallel.tensor_parallel import (
     rows_of,
     tp_layout,
     tp_product,
-    writable,
 )
 from onepass.runtime import saved
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
 from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op

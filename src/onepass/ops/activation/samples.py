@@ -35,15 +35,18 @@ from onepass.runtime.samples import (
 
 
 def _tensors(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return x and bias for a swiglu, of odd sizes."""
-    return random_tensors(((37, 2 * 203), (2 * 203,)), device, dtype)
+    """Return x, bias and token_weight for a swiglu, of odd sizes."""
+    return random_tensors(((37, 2 * 203), (2 * 203,), (37, 1)), device, dtype)
 
 
 SAMPLES = {
     "activation_linear": Sample(
-        partial(random_tensors, ((37, 406), (29, 203))), activation_linear_reference, {"activation": "swiglu"}
+        partial(random_tensors, ((3, 13, 406), (29, 203), (29,), (406,), (3, 13))),
+        activation_linear_reference,
+        {"activation": "swiglu"},
+        keywords=("activation_bias", "token_weight"),
     ),
-    "bias_activation": Sample(_tensors, bias_activation_reference, {"activation": "swiglu"}),
+    "bias_activation": Sample(_tensors, bias_activation_reference, {"activation": "swiglu"}, keywords=("token_weight",)),
     "bias_activation: linear": Sample(
         partial(random_tensors, ((37, 203), (37, 203))), bias_activation_reference, {"activation": "swiglu"}, ("linear",)
     ),

@@ -9,7 +9,7 @@ from onepass.ops.linear.linear import linear_reference
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import CoveringCall, Sample, random_tensors
 
-SAMPLES = {"linear": Sample(partial(random_tensors, ((37, 203), (29, 203), (29,))), linear_reference)}
+SAMPLES = {"linear": Sample(partial(random_tensors, ((3, 13, 203), (29, 203), (29,))), linear_reference)}
 
 
 SHAPES_OF = {"linear": {"bias": lambda x, given: given["weight"][:1]}}

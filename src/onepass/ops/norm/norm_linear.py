@@ -65,12 +65,11 @@ from onepass.parallel.tensor_parallel import (
     start_input_gradient,
     start_sum,
     tp_layout,
-    writable,
 )
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards

@@ -45,7 +45,7 @@ SAMPLES = {
         {"norm_before_gate": False, "group_size": 29, "activation": "sigmoid", "zero_centered_gamma": True},
     ),
     "norm_linear: all outputs": Sample(
-        partial(random_tensors, ((11, 203), (203,), (29, 203), (29,), (203,), (11, 203))),
+        partial(random_tensors, ((3, 5, 203), (203,), (29, 203), (29,), (203,), (3, 5, 203))),
         norm_linear_reference,
         {"norm": "layer_norm", "return_norm_output": True},
         keywords=("norm_bias", "residual"),
