@@ -10,26 +10,16 @@ from onepass.testing.poison import unchanged
 
 x, weight, bias, wide = torch.ones(2, 12), torch.ones(3, 6), torch.ones(3), torch.ones(12)
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
-    "integer x": ((x.int(), weight), {}, TypeError, ("x must be", "floating-point", "torch.int32")),
-    "no tensor": (([1.0], weight), {}, TypeError, ("x must be", "list")),
-    "a scalar": ((torch.tensor(1.0), weight), {}, ValueError, ("x must", "dimension")),
     "half a pair": ((x[:, :11], weight), {}, ValueError, ("x must have an even last dimension", "11")),
     "weight of x's width": ((x, torch.ones(3, 12)), {}, ValueError, ("weight must have shape (N, 6)", "(3, 12)")),
     "weight turned": ((x, weight.T), {}, ValueError, ("weight must have shape (N, 6)", "(6, 3)")),
-    "weight nothing": ((x, None), {}, TypeError, ("weight must be", "NoneType")),
     "weight of another type": ((x, weight.bfloat16()), {}, TypeError, ("weight must", "float32", "bfloat16")),
-    "weight elsewhere": ((x, weight.to("meta")), {}, ValueError, ("weight must be on cpu", "meta")),
-    "short bias": ((x, weight, bias[:2]), {}, ValueError, ("bias must have shape (3,)", "(2,)")),
     "bias of another type": ((x, weight, bias.half()), {}, TypeError, ("bias must", "float32", "float16")),
-    "an activation's name for a bias": ((x, weight, "gelu"), {}, TypeError, ("bias must be", "str")),
     "no such activation": ((x, weight, None, "mish"), {}, ValueError, ("activation must be one of", "'mish'")),
-    "short activation_bias": ((x, weight), {"activation_bias": wide[:6]}, ValueError, ("activation_bias", "(12,)", "(6,)")),
-    "activation_bias a number": ((x, weight), {"activation_bias": 1.0}, TypeError, ("activation_bias must be", "float")),
     "token_weight of columns": ((x, weight), {"token_weight": wide}, ValueError, ("token_weight must", "(2,)", "(12,)")),
     "a clamp of no gate": ((x[:, :6], weight, None, "gelu"), {"clamp": 1.0}, ValueError, ("clamp (1.0) needs a gated", "'gelu'")),
     "an offset of no gate": ((x[:, :6], weight, None, "gelu"), {"linear_offset": 1.0}, ValueError, ("linear_offset", "'gelu'")),
     "no such store": ((x, weight), {"save": "fp4"}, ValueError, ("save must be one of input, fp8, offload", "'fp4'")),
-    "unknown backend": ((x, weight), {"backend": "cuda"}, ValueError, ("backend must be one of auto", "'cuda'")),
 }  # fmt: skip
 
 

@@ -14,13 +14,10 @@ def at(*boundaries):
     return {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
 
 
-
 @backends
 @pytest.mark.parametrize(
     ("error", "args", "options", "words"),
     [
-        (TypeError, (qkv.long(), 4, 2), {}, ("qkv must be a floating-point tensor", "int64")),
-        (TypeError, (None, 4, 2), {}, ("qkv must be a floating-point tensor", "NoneType")),
         (TypeError, (qkv, 4.0, 2), {}, ("heads must be a whole number", "4.0", "float")),
         (TypeError, (qkv, 4, True), {}, ("groups must be a whole number", "True", "bool")),
         (ValueError, (qkv, 0), {}, ("heads must be at least 1", "0")),
@@ -49,14 +46,8 @@ def at(*boundaries):
         (TypeError, (qkv, 4, 2), {"window": (True, 1), "causal": False}, ("window[0] must be a whole number", "True")),
         (TypeError, (qkv, 4, 2), {"softcap": "50"}, ("softcap must be a number", "'50'")),
         (ValueError, (qkv, 4, 2), {"softcap": 0.0}, ("softcap must be finite and above 0", "0.0")),
-        (TypeError, (qkv, 4, 2), {"sinks": torch.ones(4).int()}, ("sinks must be a floating-point tensor", "int32")),
-        (ValueError, (qkv, 4, 2), {"sinks": torch.ones(2)}, ("sinks must have shape (4,)", "(2,)")),
-        (ValueError, (qkv, 4, 2), {"sinks": torch.ones(4, device="meta")}, ("sinks must be on cpu, as qkv", "meta")),
-        (TypeError, (row, 4, 2), {"cu_seqlens": [0, 9]}, ("cu_seqlens must be a tensor of torch.int32", "list")),
         (TypeError, (row, 4, 2), {"cu_seqlens": torch.tensor([0, 9])}, ("cu_seqlens must be a tensor of torch.int32", "int64")),
         (ValueError, (row, 4, 2), at(9), ("cu_seqlens must have shape [documents + 1]", "(1,)")),
-        (ValueError, (row, 4, 2), {"cu_seqlens": torch.ones(1, 2).int()}, ("cu_seqlens must have shape", "(1, 2)")),
-        (ValueError, (row, 4, 2), {"cu_seqlens": torch.ones(2, device="meta").int()}, ("cu_seqlens must be on cpu", "meta")),
         (ValueError, (qkv, 4, 2), at(0, 6), ("qkv must be one row of tokens where cu_seqlens is given", "(2, 3)")),
         (ValueError, (row, 4, 2), at(1, 9), ("cu_seqlens must begin with 0", "1")),
         (ValueError, (row, 4, 2), at(0, 8), ("cu_seqlens must end with 9, qkv's tokens", "8")),

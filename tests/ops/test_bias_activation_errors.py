@@ -12,30 +12,17 @@ from onepass.testing.poison import unchanged
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
 x, bias = torch.ones(2, 6), torch.ones(6)
-meta = torch.ones(6, device="meta")
 
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
-    "integer x": ((x.int(), bias), {}, TypeError, ("x must be", "floating-point", "torch.int32")),
     "bool x": ((x.bool(),), {}, TypeError, ("x must be", "floating-point", "torch.bool")),
     "complex x": ((x + 0j,), {}, TypeError, ("x must be", "floating-point", "complex64")),
-    "no tensor": (([1.0],), {}, TypeError, ("x must be", "tensor", "list")),
-    "nothing": ((None,), {}, TypeError, ("x must be", "tensor", "NoneType")),
-    "a scalar": ((torch.tensor(1.0),), {}, ValueError, ("x must", "dimension", "scalar")),
     "odd width": ((torch.ones(2, 5), None, "swiglu"), {}, ValueError, ("x must", "even", "'swiglu'", "5")),
-    "short bias": ((x, bias[:4]), {}, ValueError, ("bias must have shape (6,)", "(4,)")),
     "bias of one": ((x, bias[:1]), {}, ValueError, ("bias must have shape (6,)", "(1,)")),
     "half a bias": ((x, bias[:3], "swiglu"), {}, ValueError, ("bias must have shape (6,)", "(3,)")),
-    "bias of two dimensions": ((x, bias[None]), {}, ValueError, ("bias must have shape (6,)", "(1, 6)")),
-    "integer bias": ((x, bias.int()), {}, TypeError, ("bias must be", "floating-point", "None", "torch.int32")),
-    "bias a number": ((x, 1.0), {}, TypeError, ("bias must be", "tensor", "float")),
-    "bias elsewhere": ((x, meta), {}, ValueError, ("bias must be on cpu", "meta")),
-    "short weight": ((x,), {"token_weight": torch.ones(3)}, ValueError, ("token_weight must have shape (2,) or (2, 1)", "(3,)")),
     "weight a column": ((x,), {"token_weight": torch.ones(6)}, ValueError, ("token_weight must have shape (2,)", "(6,)")),
     "weight of x's shape": ((x,), {"token_weight": torch.ones(2, 6)}, ValueError, ("token_weight must have shape", "(2, 6)")),
     "weight to broadcast": ((x,), {"token_weight": torch.ones(1, 1)}, ValueError, ("token_weight must have shape", "(1, 1)")),
     "weight flattened": ((torch.ones(2, 3, 6),), {"token_weight": torch.ones(6)}, ValueError, ("must have shape (2, 3)", "(6,)")),
-    "integer weight": ((x,), {"token_weight": torch.ones(2).long()}, TypeError, ("token_weight must be", "torch.int64")),
-    "weight elsewhere": ((x,), {"token_weight": meta[:2]}, ValueError, ("token_weight must be on cpu", "meta")),
     "unknown activation": ((x, bias, "tanh"), {}, ValueError, ("activation must be one of gelu, gelu_exact", "reglu", "'tanh'")),
     "activation a function": ((x, bias, torch.tanh), {}, (ValueError, TypeError), ("activation must be", "tanh")),
     "activation a list": ((x, bias, ["gelu"]), {}, (ValueError, TypeError), ("activation must be", "gelu")),
@@ -50,14 +37,10 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "linear without a gate": ((x, None, "gelu"), {"linear": x}, ValueError, ("linear must be None", "not gated", "'gelu'")),
     "linear of another shape": ((x, None, "swiglu"), {"linear": x[:1]}, ValueError, ("linear must have x's shape", "(1, 6)")),
     "linear of another type": ((x, None, "swiglu"), {"linear": x.half()}, TypeError, ("linear must have x's type", "float16")),
-    "integer linear": ((x, None, "swiglu"), {"linear": x.int()}, TypeError, ("linear must be", "floating-point", "torch.int32")),
-    "linear a number": ((x, None, "swiglu"), {"linear": 1.0}, TypeError, ("linear must be", "tensor", "float")),
-    "linear elsewhere": ((x, None, "swiglu"), {"linear": meta.expand(2, 6)}, ValueError, ("linear must be on cpu", "meta")),
     "linear with a bias": ((x, bias, "swiglu"), {"linear": x}, ValueError, ("bias must be None with linear",)),
     "linear and codes saved": ((x, None, "swiglu"), {"linear": x, "save": "fp8"}, ValueError, ("save must be 'input'", "'fp8'")),
     "linear and codes": ((x, None, "swiglu"), {"linear": x, "out": "fp8"}, ValueError, ("linear must be None with out='fp8'",)),
     "unknown store": ((x, bias), {"save": "disk"}, ValueError, ("save must be one of input, fp8, offload", "'disk'")),
-    "unknown backend": ((x, bias), {"backend": "cuda"}, ValueError, ("backend must be one of auto, triton, torch", "'cuda'")),
 }  # fmt: skip
 
 
@@ -76,14 +59,6 @@ def test_the_list_of_known_activations_is_whole():
     with pytest.raises(ValueError, match="activation must be one of") as raised:
         onepass.bias_activation(x, bias, "unknown")
     assert all(name in str(raised.value) for name in activations.ACTIVATIONS)
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-def test_mismatched_devices():
-    with pytest.raises(ValueError, match="bias must be on cuda:0, as x, but is on cpu"):
-        onepass.bias_activation(x.cuda(), bias)
-    with pytest.raises(ValueError, match="token_weight must be on cuda:0, as x, but is on cpu"):
-        onepass.bias_activation(x.cuda(), token_weight=torch.ones(2))
 
 
 def test_an_explicit_backend_never_falls_back():

@@ -12,26 +12,16 @@ x, y = torch.ones(3, 6), torch.tensor([0, 5, -100])
 NAN, INF = float("nan"), float("inf")
 
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
-    "integer logits": ((x.int(), y), {}, TypeError, ("logits must be", "floating-point", "torch.int32")),
-    "no tensor": (([1.0], y), {}, TypeError, ("logits must be", "tensor", "list")),
-    "a scalar": ((torch.tensor(1.0), torch.tensor(0)), {}, ValueError, ("logits must", "last dimension", "()")),
     "no vocabulary": ((torch.ones(3, 0), y), {}, ValueError, ("logits must", "at least 1", "(3, 0)")),
     "labels of floats": ((x, y.float()), {}, ValueError, ("labels of torch.float32 are probabilities", "(3, 6)", "(3,)")),
-    "probabilities elsewhere": ((x, x.to("meta")), {}, ValueError, ("labels must be on cpu", "meta")),
     "probabilities that are trained": ((x, x.clone().requires_grad_()), {}, ValueError, ("labels that are prob", "detached")),
     "probabilities and ignore_index": ((x, x, None, "mean", 3), {}, ValueError, ("ignore_index must be left out", "3")),
     "probabilities' log_prob": ((x, x), {"return_stats": True}, ValueError, ("return_stats can't have log_prob",)),
     "statistic": ((x, y), {"return_stats": ["accuracy"]}, ValueError, ("return_stats must name some of", "'accuracy'")),
     "statistics a word": ((x, y), {"return_stats": "correct"}, TypeError, ("return_stats must be a bool or", "'correct'")),
-    "weight of integers": ((x, y), {"weight": torch.ones(6).int()}, TypeError, ("weight must be", "floating", "torch.int32")),
-    "weight short": ((x, y), {"weight": torch.ones(5)}, ValueError, ("weight must have shape (6,)", "each class", "(5,)")),
-    "weight elsewhere": ((x, y), {"weight": torch.ones(6).to("meta")}, ValueError, ("weight must be on cpu", "meta")),
     "weight that is trained": ((x, y), {"weight": torch.ones(6).requires_grad_()}, ValueError, ("weight must be detached",)),
-    "labels of bytes": ((x, y.to(torch.uint8)), {}, TypeError, ("labels must be", "int32 or int64", "torch.uint8")),
-    "labels no tensor": ((x, [0, 5, 1]), {}, TypeError, ("labels must be", "int32 or int64", "list")),
     "short labels": ((x, y[:2]), {}, ValueError, ("labels must have shape (3,)", "logits", "(2,)")),
     "labels of logits' shape": ((x, x.long()), {}, ValueError, ("labels must have shape (3,)", "(3, 6)")),
-    "labels elsewhere": ((x, y.to("meta")), {}, ValueError, ("labels must be on cpu", "meta")),
     "label too large": ((x, y + 1), {}, IndexError, ("labels must be from 0 to 5", "-100", "2 of them", "one is 6")),
     "label below": ((x, y, None, "mean", 5), {}, IndexError, ("labels must be from 0 to 5", "ignore_index 5", "one is -100")),
     "reduction": ((x, y, None, "average"), {}, ValueError, ("reduction must be one of none, mean, sum", "'average'")),
@@ -55,7 +45,6 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "z_loss nothing": ((x, y), {"z_loss": None}, TypeError, ("z_loss must be a number", "None")),
     "group a word": ((x, y, "tp"), {}, TypeError, ("tp_group must be None or", "ProcessGroup", "'tp'")),
     "group a number": ((x, y, -100), {}, TypeError, ("tp_group must be None or", "ProcessGroup", "-100")),
-    "unknown backend": ((x, y), {"backend": "cuda"}, ValueError, ("backend must be one of auto, triton, torch", "'cuda'")),
 }
 BAD_TERMS = {  # of linear_cross_entropy too
     "softcap of zero": ({"softcap": 0.0}, ValueError, ("softcap must be", "above 0", "0.0")),

@@ -215,19 +215,6 @@ def test_checkpointing_drops_the_same_again(reentrant, backend):
 
 
 @backends
-@pytest.mark.parametrize("frozen", range(1, 8))
-def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, backend):
-    inputs = tensors()
-    everything = gradients(op(backend=backend), inputs)[1:]
-    for i, t in enumerate(inputs):
-        t.requires_grad_(not frozen & 1 << i)
-    if frozen == 7:
-        assert not op(backend=backend)(*inputs).requires_grad
-        return
-    assert equal(gradients(op(backend=backend), inputs)[1:], [g for i, g in enumerate(everything) if not frozen & 1 << i])
-
-
-@backends
 def test_the_residuals_gradient_is_the_incoming_one(backend):
     x, residual, bias = tensors()
     dy = torch.randn(x.shape, device=DEVICE)

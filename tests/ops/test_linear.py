@@ -124,13 +124,9 @@ X, W = torch.zeros(2, 8), torch.zeros(3, 8)
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: onepass.linear(X.int(), W), TypeError, "x must be a floating-point tensor"),
-        (lambda: onepass.linear(torch.tensor(1.0), W), ValueError, "x must have at least one dimension, but is a scalar"),
         (lambda: onepass.linear(X, W.t()), ValueError, r"weight must have shape \(N, 8\), with x's last .*, but has \(8, 3\)"),
         (lambda: onepass.linear(X, W.bfloat16()), TypeError, "weight must have x's type torch.float32, but is torch.bfloat16"),
-        (lambda: onepass.linear(X, W, X[0]), ValueError, r"bias must have shape \(3,\), as weight's rows, but has \(8,\)"),
         (lambda: onepass.linear(X, W, W[:, 0].half()), TypeError, "bias must have x's type torch.float32, but is torch.float16"),
-        (lambda: onepass.linear(X, W.to("meta")), ValueError, "weight must be on cpu, as x, but is on meta"),
         (lambda: onepass.linear(X, W, backend="apex"), RuntimeError, "'apex' is not registered for linear"),
     ],
 )

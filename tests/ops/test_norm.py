@@ -84,19 +84,6 @@ def test_any_shape_layout_and_type(data):
     assert report, f"{case}\n{report}"
 
 
-@backends
-@kinds
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 8), (0, 2000)])
-def test_no_rows_give_nothing_and_zero_gradients(shape, layer, backend):
-    inputs = tensors(shape[:-1], shape[-1], layer=layer)
-    for some in (inputs, [*inputs[:3], None]):
-        results = gradients(op(layer, backend=backend), some)
-        count = len(results) - sum(t is not None for t in some)
-        assert all(y.shape == shape for y in results[:count])
-        assert [g.shape for g in results[count:]] == [t.shape for t in some if t is not None]
-        assert not any(g.any() for g in results[count:])
-
-
 @needs_triton
 @kinds
 @paths
@@ -133,24 +120,6 @@ def test_outputs_are_tensors_of_their_own(layer, backend):
 
 
 # ---- autograd ----
-
-
-@backends
-@kinds
-@memory_efficient_or_not
-@pytest.mark.parametrize("frozen", range(1, 16))
-def test_frozen_inputs_cost_nothing_and_lose_nothing(frozen, layer, memory_efficient, backend):
-    inputs = tensors(layer=layer)
-    call = op(layer, backend=backend, memory_efficient=memory_efficient)
-    everything = dict(zip((i for i in range(4) if inputs[i] is not None), gradients(call, inputs)[2:], strict=True))
-    for i, t in enumerate(inputs):
-        if t is not None:
-            t.requires_grad_(not frozen & 1 << i)
-    if not any(t is not None and t.requires_grad for t in inputs):
-        assert not any(t.requires_grad for t in call(*inputs))
-        return
-    grads = gradients(call, inputs)[2:]
-    assert equal(grads, [grad for i, grad in everything.items() if not frozen & 1 << i])
 
 
 @needs_triton
@@ -322,17 +291,6 @@ def test_memory_efficient_gives_the_same(layer, path, gamma):
         assert nearly_equal(kept, again)
     for a, b in zip(kept, again, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
-
-
-@backends
-@kinds
-def test_nothing_is_kept_where_nothing_asks(layer, backend):
-    inputs = tensors(layer=layer)
-    with saved_tensors() as kept, torch.no_grad():
-        first = op(layer, backend=backend)(*inputs)
-    with saved_tensors() as kept_frozen:
-        frozen = op(layer, backend=backend)(*(t if t is None else t.detach() for t in inputs))
-    assert not kept and not kept_frozen and equal(first, frozen) and not frozen[0].requires_grad
 
 
 @kinds

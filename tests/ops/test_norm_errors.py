@@ -10,31 +10,18 @@ from onepass.kernels.language import triton
 from onepass.testing.poison import unchanged
 
 x, weight = torch.ones(2, 6), torch.ones(6)
-meta = torch.ones(6, device="meta")
 NAN, INF = float("nan"), float("inf")
 
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
-    "integer x": ((x.int(), weight), {}, TypeError, ("x must be", "floating-point", "torch.int32")),
     "bool x": ((x.bool(),), {}, TypeError, ("x must be", "floating-point", "torch.bool")),
     "complex x": ((x + 0j,), {}, TypeError, ("x must be", "floating-point", "complex64")),
-    "no tensor": (([1.0],), {}, TypeError, ("x must be", "tensor", "list")),
-    "nothing": ((None,), {}, TypeError, ("x must be", "tensor", "NoneType")),
-    "a scalar": ((torch.tensor(1.0),), {}, ValueError, ("x must", "dimension", "()")),
     "hidden size 0": ((torch.ones(3, 0), torch.ones(0)), {}, ValueError, ("x must", "at least 1", "(3, 0)")),
-    "short weight": ((x, weight[:4]), {}, ValueError, ("weight must have shape (6,)", "(4,)")),
     "weight of one": ((x, weight[:1]), {}, ValueError, ("weight must have shape (6,)", "(1,)")),
-    "weight of two dimensions": ((x, weight[None]), {}, ValueError, ("weight must have shape (6,)", "(1, 6)")),
     "weight of x's shape": ((x, x), {}, ValueError, ("weight must have shape (6,)", "(2, 6)")),
-    "integer weight": ((x, weight.int()), {}, TypeError, ("weight must be", "floating-point", "None", "torch.int32")),
-    "weight a number": ((x, 1.0), {}, TypeError, ("weight must be", "tensor", "float")),
-    "weight elsewhere": ((x, meta), {}, ValueError, ("weight must be on cpu", "meta")),
     "zero-centred nothing": ((x,), {"zero_centered_gamma": True}, ValueError, ("zero_centered_gamma", "no weight")),
     "short residual": ((x,), {"residual": x[:1]}, ValueError, ("residual must have", "(2, 6)", "(1, 6)")),
     "residual a row": ((x,), {"residual": weight}, ValueError, ("residual must have", "(2, 6)", "(6,)")),
     "residual turned": ((x,), {"residual": x.T}, ValueError, ("residual must have", "(2, 6)", "(6, 2)")),
-    "integer residual": ((x,), {"residual": x.long()}, TypeError, ("residual must be", "floating-point", "torch.int64")),
-    "residual a number": ((x,), {"residual": 1.0}, TypeError, ("residual must be", "tensor", "float")),
-    "residual elsewhere": ((x,), {"residual": torch.ones(2, 6, device="meta")}, ValueError, ("residual must be on cpu", "meta")),
     "eps of zero": ((x, weight), {"eps": 0.0}, ValueError, ("eps must be", "above 0", "0.0")),
     "eps of integer zero": ((x, weight), {"eps": 0}, ValueError, ("eps must be", "above 0", "0")),
     "eps below zero": ((x, weight), {"eps": -1e-5}, ValueError, ("eps must be", "above 0", "-1e-05")),
@@ -44,14 +31,6 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "eps a word": ((x, weight), {"eps": "1e-5"}, TypeError, ("eps must be", "number", "'1e-5'", "str")),
     "eps nothing": ((x, weight), {"eps": None}, TypeError, ("eps must be", "number", "None")),
     "eps True": ((x, weight), {"eps": True}, TypeError, ("eps must be", "number", "True")),
-    "unknown backend": ((x, weight), {"backend": "cuda"}, ValueError, ("backend must be one of auto, triton, torch", "'cuda'")),
-}
-BAD_BIAS = {
-    "short bias": (weight[:4], ValueError, ("bias must have shape (6,)", "(4,)")),
-    "bias of two dimensions": (weight[None], ValueError, ("bias must have shape (6,)", "(1, 6)")),
-    "integer bias": (weight.int(), TypeError, ("bias must be", "floating-point", "None", "torch.int32")),
-    "bias elsewhere": (meta, ValueError, ("bias must be on cpu", "meta")),
-    "bias the eps of rms_norm": (1e-5, TypeError, ("bias must be", "tensor", "float")),
 }
 norms = pytest.mark.parametrize("norm", (onepass.layer_norm, onepass.rms_norm), ids=("layer", "rms"))
 
@@ -65,32 +44,6 @@ def test_bad_input_says_what_and_why(name, backend, norm):
     with unchanged(**given), pytest.raises(error) as raised:
         norm(*args, **{"backend": backend, **options})
     says(words, raised)
-
-
-@pytest.mark.parametrize("backend", [None, "torch"])
-@pytest.mark.parametrize("name", BAD_BIAS)
-def test_a_bad_bias_says_what_and_why(name, backend):
-    bias, error, words = BAD_BIAS[name]
-    with pytest.raises(error) as raised:
-        onepass.layer_norm(x, weight, bias, backend=backend)
-    says(words, raised)
-
-
-@norms
-def test_explain_makes_the_same_checks(norm):
-    with pytest.raises(ValueError, match=r"weight must have shape \(6,\)"):
-        onepass.explain(norm, x, weight[:4])
-    with pytest.raises(ValueError, match="eps must be above 0"):
-        onepass.explain(norm, x, weight, eps=0.0)
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-@norms
-def test_mismatched_devices(norm):
-    with pytest.raises(ValueError, match="weight must be on cuda:0, as x, but is on cpu"):
-        norm(x.cuda(), weight)
-    with pytest.raises(ValueError, match="residual must be on cuda:0, as x, but is on cpu"):
-        norm(x.cuda(), residual=x)
 
 
 @norms

@@ -100,22 +100,6 @@ def test_fp64(backend):
 
 @backends
 @kinds
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
-def test_no_rows_give_nothing_and_zero_gradients(backend, layer, shape):
-    inputs = tensors(shape[:-1], 8, 6, layer=layer)
-    for returns in (False, True):
-        results = gradients(op(layer, backend=backend, return_norm_output=returns), inputs)
-        ys, grads = results[: 1 + returns], results[1 + returns :]
-        assert [y.shape for y in ys] == [(*shape[:-1], 6), shape][: 1 + returns]
-        assert [g.shape for g in grads] == [t.shape for t in inputs if t is not None]
-        assert not any(g.any() for g in grads)
-    inputs[2].main_grad = torch.ones_like(inputs[2])
-    op(layer, backend=backend)(*inputs).sum().backward()
-    assert torch.equal(inputs[2].main_grad, torch.ones_like(inputs[2])) and inputs[2].grad is None
-
-
-@backends
-@kinds
 def test_no_outputs_give_zero_gradients(backend, layer):
     x, norm_weight, weight, bias, norm_bias = tensors(N=0, layer=layer)
     y, *grads = gradients(op(layer, backend=backend), [x, norm_weight, weight, bias, norm_bias])
@@ -190,19 +174,6 @@ def test_incoming_gradients_that_are_not_contiguous(backend, layer):
                 assert (a is None) == (b is None)
                 if a is not None:
                     torch.testing.assert_close(a, b)
-
-
-# ---- which gradients are asked for ----
-
-
-@backends
-@kinds
-def test_nothing_is_kept_where_nothing_asks(backend, layer):
-    inputs = tensors(layer=layer)
-    with saved_tensors() as kept, torch.no_grad():
-        first = op(layer, backend=backend)(*inputs)
-    frozen = op(layer, backend=backend)(*(t if t is None else t.detach() for t in inputs))
-    assert not kept and torch.equal(first, frozen) and not frozen.requires_grad
 
 
 # ---- what is kept, and what is written ----

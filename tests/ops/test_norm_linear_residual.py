@@ -142,16 +142,6 @@ def test_fp64(backend, added):
 
 
 @backends
-@ways
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
-def test_no_rows_give_nothing_and_zero_gradients(backend, added, shape):
-    inputs = given(shape[:-1], 8, 6, added=added)
-    y, normed, h, *grads = gradients(everything(backend=backend), inputs)
-    assert (y.shape, normed.shape, h.shape) == ((*shape[:-1], 6), shape, shape)
-    assert [g.shape for g in grads] == [t.shape for t in inputs if t is not None] and not any(g.any() for g in grads)
-
-
-@backends
 @kinds
 def test_tensors_that_are_not_contiguous(backend, layer):
     inputs = given((6, 5), layer=layer)

@@ -14,10 +14,6 @@ x, table = torch.ones(2, 3, 4, 8), torch.ones(3, 4)
 @pytest.mark.parametrize(
     ("error", "args", "words"),
     [
-        (TypeError, (x.long(), x, table, table), ("q must be a floating-point tensor", "int64")),
-        (TypeError, (x, None, table, table), ("k must be a floating-point tensor", "NoneType")),
-        (TypeError, (x, x, table.int(), table), ("cos must be a floating-point tensor", "int32")),
-        (TypeError, (x, x, table, [1.0]), ("sin must be a floating-point tensor", "list")),
         (ValueError, (x[0, 0], x[0, 0], table, table), ("q must have at least three dimensions", "(4, 8)")),
         (ValueError, (x, x[..., :6], table, table), ("k must have q's shape (2, 3, 4, 8) but for the heads", "(2, 3, 4, 6)")),
         (ValueError, (x, x[:, :2], table, table), ("k must have q's shape", "(2, 2, 4, 8)")),
@@ -31,8 +27,6 @@ x, table = torch.ones(2, 3, 4, 8), torch.ones(3, 4)
         (ValueError, (x, x, table.expand(1, 2, 3, 4), table), ("cos must have leading dimensions", "(2,)", "(1, 2, 3, 4)")),
         (ValueError, (x, x, table, table[:, :2]), ("sin must have cos's shape (3, 4)", "(3, 2)")),
         (ValueError, (x, x, table, table.expand(2, 3, 4)), ("sin must have cos's shape (3, 4)", "(2, 3, 4)")),
-        (ValueError, (x, x.to("meta"), table, table), ("k must be on cpu, as q", "meta")),
-        (ValueError, (x, x, table, table.to("meta")), ("sin must be on cpu, as q", "meta")),
         (ValueError, (x, x, table.clone().requires_grad_(), table), ("cos must not require grad", "detach")),
         (ValueError, (x, x, table, table.clone().requires_grad_()), ("sin must not require grad", "detach")),
     ],

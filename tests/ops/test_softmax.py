@@ -344,9 +344,6 @@ def test_what_the_kernels_do_not_take():
 @pytest.mark.parametrize(
     ("raised", "words", "x", "options"),
     [
-        (TypeError, ("x", "floating-point", "torch.int64"), torch.ones(2, 3, dtype=torch.int64), {}),
-        (TypeError, ("x", "floating-point", "list"), [1.0, 2.0], {}),
-        (ValueError, ("x", "one dimension", "scalar"), torch.tensor(1.0), {}),
         (TypeError, ("scale", "number", "None"), torch.ones(2, 3), {"scale": None}),
         (TypeError, ("scale", "number", "True"), torch.ones(2, 3), {"scale": True}),
         (TypeError, ("scale", "number", "tensor"), torch.ones(2, 3), {"scale": torch.tensor(1.0)}),
@@ -354,13 +351,8 @@ def test_what_the_kernels_do_not_take():
         (ValueError, ("scale", "finite", "inf"), torch.ones(2, 3), {"scale": INF}),
         (ValueError, ("x", "two dimensions", "causal", "(3,)"), torch.ones(3), {"causal": True}),
         (TypeError, ("mask", "torch.bool", "left out", "torch.float32"), torch.ones(2, 3), {"mask": torch.ones(2, 3)}),
-        (TypeError, ("mask", "torch.bool", "torch.uint8"), torch.ones(2, 3), {"mask": torch.ones(2, 3, dtype=torch.uint8)}),
-        (TypeError, ("mask", "torch.bool", "list"), torch.ones(2, 3), {"mask": [True]}),
         (ValueError, ("mask", "broadcastable", "(2, 3)", "(3, 2)"), torch.ones(2, 3), {"mask": torch.ones(3, 2) > 0}),
-        (ValueError, ("mask", "broadcastable", "(1, 2, 3)"), torch.ones(2, 3), {"mask": torch.ones(1, 2, 3) > 0}),
         (ValueError, ("mask", "broadcastable", "(2,)"), torch.ones(2, 1), {"mask": torch.ones(2) > 0}),
-        (ValueError, ("mask", "meta", "cpu"), torch.ones(2, 3), {"mask": torch.ones(2, 3, device="meta") > 0}),
-        (ValueError, ("backend", "auto", "nonsense"), torch.ones(2, 3), {"backend": "nonsense"}),
     ],
 )
 def test_what_is_wrong_is_said(raised, words, x, options):

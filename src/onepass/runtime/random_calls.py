@@ -25,6 +25,7 @@ _WIDTHS = (8, 1, 2, 3, 17, 33, 64, 100, 129, 257)
 _FP8_WIDTHS = (64, 16, 48, 128, 256)
 _LARGE_WIDTHS = (1000, 1025, 4096, 5000)
 _LEADS = ((3,), (1,), (2, 3), (37,), (), (5, 7), (2, 3, 5), (0,), (2, 0), (1, 1), (65,))
+_NO_ROWS = ((0,), (2, 0), (0, 3))
 _LARGE_LEADS = ((257,), (4, 129))
 _ON_A_GPU = ((4097,), (3, 1025), (20_000,))
 _RECIPES = (
@@ -42,10 +43,13 @@ class Draw:
         source: makes the choices.
         given: indices to take instead. Where they end, the simplest follows.
         roomy: whether sizes may be as large as a GPU likes them.
+        empty: whether all calls are without rows.
     """
 
-    def __init__(self, source: random.Random, given: Sequence[int] | None = None, roomy: bool = False) -> None:
-        self.source, self._given, self._roomy = source, given, roomy
+    def __init__(
+        self, source: random.Random, given: Sequence[int] | None = None, roomy: bool = False, empty: bool = False
+    ) -> None:
+        self.source, self._given, self._roomy, self._empty = source, given, roomy, empty
         self.taken: list[int] = []
         self._width = 1  # drawn last
 
@@ -78,6 +82,8 @@ class Draw:
 
     def lead(self) -> tuple[int, ...]:
         """Return the dimensions before the last, whose width is drawn before them."""
+        if self._empty:
+            return self.choose(_NO_ROWS)
         if self._roomy and self.flag(0.2):
             return self.choose([lead for lead in _ON_A_GPU if math.prod(lead) * self._width <= _MOST] or _LARGE_LEADS)
         return self.choose(_LARGE_LEADS if self.flag(0.05) else _LEADS)

@@ -26,7 +26,9 @@ from onepass.runtime.dispatch import NAMESPACE
 from onepass.runtime.op import OPS, Op
 from onepass.runtime.samples import Sample, weights_of
 from onepass.testing.faults import MemorySteps
-from onepass.testing.poison import unchanged
+from onepass.testing.fuzz import run_case
+from onepass.testing.poison import saved_tensors, unchanged
+from onepass.testing.wrong_arguments import names_wrong_arguments
 
 _CLOSE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}  # rtol, atol
 
@@ -145,8 +147,10 @@ def respects_what_is_frozen(subject: Subject) -> None:
     for needs in product((True, False), repeat=len(asking)):
         wanted = [i for i, need in zip(asking, needs, strict=True) if need]
         some = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-        ys = subject.run(*some)
+        with saved_tensors() as kept:
+            ys = subject.run(*some)
         assert any(y.requires_grad for y in ys) is bool(wanted), f"a graph with {wanted} asking"
+        assert wanted or not kept, "tensors are kept where nothing asks"
         if wanted:
             _close(subject.gradients(some, ys), [full[i] for i in wanted], f"gradients with {wanted} asking")
 
@@ -170,14 +174,15 @@ def takes_writes_to_results(subject: Subject) -> None:
 
 
 def takes_parameters_in_inference_mode(subject: Subject) -> None:
-    """Parameters give the results of plain tensors. Under no_grad and inference_mode the results agree, without a graph."""
+    """Parameters give the results of plain tensors. Under no_grad and inference_mode they agree, and nothing is kept."""
     tensors = subject.tensors()
     expected = subject.run(*tensors)
     parameters = [torch.nn.Parameter(t.detach()) if t.requires_grad else t for t in tensors]
     assert all(map(torch.equal, subject.run(*parameters), expected))
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
+        with saved_tensors() as kept, mode():
             ys = subject.run(*parameters)
+        assert not kept, f"tensors are kept under {mode.__name__}"
         _close(ys, expected, mode.__name__)  # not bitwise: a kernel that saves nothing for backward is a different one
         assert not any(y.requires_grad for y in ys), mode.__name__
 
@@ -324,6 +329,14 @@ def _in_place_of(subject: Subject, named: dict[str, Tensor]) -> list[Tensor]:
 # ---- nothing to do ----
 
 
+def takes_no_rows_with_any_options(subject: Subject) -> None:
+    """Random calls without rows give the formula's results and gradients. An op's first sample alone makes them."""
+    if subject.sample is subject.op.samples.SAMPLES[subject.op.name]:
+        for seed in range(20):
+            outcome = run_case(subject.op, seed, device=subject.device, backends=(str(subject.backend),), empty=True)
+            assert not outcome.failures, f"{outcome.what}: {outcome.failures}"
+
+
 def gives_gradients_of_nothing(subject: Subject) -> None:
     """Without rows every tensor that requires grad gets a gradient, of zeros: a bucket that waits for one must not wait.
 
@@ -429,10 +442,12 @@ CHECKS = (
     respects_what_is_frozen,
     takes_parameters_in_inference_mode,
     takes_writes_to_results,
+    names_wrong_arguments,
     refuses_second_derivatives,
     follows_transforms,
     leaves_main_grad_alone_where_it_fails,
     gives_gradients_of_nothing,
+    takes_no_rows_with_any_options,
     works_under_autocast,
     can_be_checkpointed,
     can_be_compiled,

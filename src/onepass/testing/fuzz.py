@@ -31,7 +31,7 @@ from onepass.gradients.deferred import DeferredWgrad
 from onepass.runtime.op import Op
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
 from onepass.testing.fuzz_judge import PRODUCTS, judge
-from onepass.testing.poison import poisoned, unchanged
+from onepass.testing.poison import poisoned, saved_tensors, unchanged
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import onepass.testing.interpreter  # noqa: F401
@@ -97,6 +97,7 @@ def run_case(
     function: Callable[..., Any] | None = None,
     without: Sequence[str] = (),
     backends: Sequence[str] = BACKENDS,
+    empty: bool = False,
 ) -> Outcome:
     """Run one case by each backend that takes it.
 
@@ -104,10 +105,11 @@ def run_case(
         choices: what to take in place of the seed's own choices; numbers still come from the seed.
         function: runs in the op's place, such as a mutant's.
         without: numbers of NUMBERS that become normal ones.
+        empty: draw a call without rows.
     """
     device = torch.device("cpu") if device is None else device
     on_gpu = device.type == "cuda"
-    draw = Draw(random.Random(f"{op.name} {seed % _CALLS if on_gpu else seed}"), choices, roomy=on_gpu)
+    draw = Draw(random.Random(f"{op.name} {seed % _CALLS if on_gpu else seed}"), choices, on_gpu, empty)
     drawn = _draw_case(op, draw, seed, device, without)
     found = Outcome(op.name, seed, given=choices is not None)
     references: dict[torch.dtype, list[dict[str, Tensor]]] = {}
@@ -265,8 +267,11 @@ def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw)
     deferred = DeferredWgrad() if drawn.defers else None
     more = {} if deferred is None else {"deferred": deferred}
     torch.manual_seed(drawn.seed)
-    with unchanged(**drawn.tensors), poisoned():
+    with unchanged(**drawn.tensors), poisoned(), contextlib.ExitStack() as stack:
+        kept = [] if drawn.asking else stack.enter_context(saved_tensors())
         outputs = _outputs(function(**drawn.call.arguments(given), **drawn.call.options, **more, backend=backend))
+        if kept:
+            raise AssertionError(f"{len(kept)} tensors are kept for backward, which nothing asks for")
         if drawn.dys is None:
             drawn.dys = [_incoming(y, i, draw, drawn) for i, y in enumerate(outputs)]
         with unchanged(**{f"dy{i}": dy for i, dy in enumerate(drawn.dys)}):
