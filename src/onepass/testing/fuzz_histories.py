@@ -1,4 +1,4 @@
-"""Random histories of one layer in eight bits: calls one after another, each judged against the same layer in fp64.
+"""Random histories of a layer or an MLP in eight bits: calls one after another, each judged against the same in fp64.
 
     onepass fuzz fp8_histories
 
@@ -13,12 +13,12 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from onepass.nn import Linear, NormLinear, fp8_saturations, fp8_underflows, set_precision
+from onepass.nn import MLP, Linear, NormLinear, fp8_saturations, fp8_underflows, set_precision
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.runtime.backend import use_backend
 from onepass.runtime.fp8 import unfit_gpu
@@ -27,7 +27,7 @@ from onepass.runtime.random_calls import BF16, FP32, Draw, RandomTensor
 from onepass.testing.fuzz import BACKENDS, NUMBERS, Outcome, draw_values
 
 HISTORIES = "fp8_histories"
-WIDTH, COLUMNS = 64, 32  # of x and of y
+WIDTH, COLUMNS, FFN = 64, 32, 48  # of x, of a layer's y, and of an MLP's activation
 
 
 class _ActivationLayer(Linear):
@@ -37,19 +37,35 @@ class _ActivationLayer(Linear):
         return activation_linear(x, self.weight, self.bias, "swiglu", precision=self.precision)
 
 
+class _NormMLP(MLP):
+    """An MLP whose first product takes a norm in, as in a transformer's layer."""
+
+    def __init__(self, hidden_size: int, *sizes: Any, bias: bool, **options: Any) -> None:
+        super().__init__(hidden_size, *sizes, bias=bias, **options)
+        assert self.linear_fc1.weight is not None
+        self.linear_fc1 = NormLinear(hidden_size, len(self.linear_fc1.weight), bias=False, **options)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, per_token_scale: Tensor | None = None) -> Any:
+        return self.rest(self.linear_fc1(x), None, per_token_scale)
+
+
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Linear": partial(Linear, WIDTH, COLUMNS),
     "NormLinear": partial(NormLinear, WIDTH, COLUMNS),
     "NormLinear, layer_norm": partial(NormLinear, WIDTH, COLUMNS, norm="layer_norm"),
     "activation_linear": partial(_ActivationLayer, WIDTH // 2, COLUMNS),
+    "MLP": partial(MLP, WIDTH, FFN),
+    "MLP, gelu": partial(MLP, WIDTH, FFN, "gelu"),
+    "norm and MLP": partial(_NormMLP, WIDTH, FFN),
 }
+MLPS = ("MLP", "MLP, gelu", "norm and MLP")
 RECIPES = (
     FP8Recipe(), FP8Recipe(amax_history_len=1), FP8Recipe(amax_compute_algo="most_recent"), FP8Recipe(margin=2),
     FP8Recipe(format="e4m3"), FP8Recipe(wgrad=False), FP8Recipe("current"), FP8Recipe("row"), FP8Recipe("row", format="e4m3"),
 )  # fmt: skip
 WAYS = ("step", "microbatch", "no_grad", "eval")  # forward, backward and a step; without the step; and forward alone
 WEIGHTS = ("as they are", "times 30", "over 30", "zeros", "drawn anew")  # what is done to them before a call, by `.data`
-BUDGET = {"y": 0.12, "dx": 0.25, "dweight": 0.25}  # relative RMS; e4m3 has three bits, e5m2 two
+RESULTS, GRADIENTS = 0.12, 0.25  # relative RMS; e4m3 has three bits, e5m2 two
 _LONGEST = 6
 
 
@@ -61,11 +77,12 @@ class _Event(NamedTuple):
     incoming: str  # numbers of dy
     way: str
     weights: str
+    which: int  # of an MLP's weights
 
     def __str__(self) -> str:
         said = f"{self.way} of {self.rows} rows {self.numbers}"
         said += f", dy {self.incoming}" if self.way in WAYS[:2] else ""
-        return said if self.weights == WEIGHTS[0] else f"{said}, weights {self.weights}"
+        return said if self.weights == WEIGHTS[0] else f"{said}, weight {self.which + 1} {self.weights}"
 
 
 def run_history(
@@ -86,18 +103,28 @@ def run_history(
     draw = Draw(random.Random(f"{HISTORIES} {seed}"), choices)
     kind, recipe = draw.choose(tuple(LAYERS)), draw.choose(RECIPES)
     dtype, bias = draw.choose((FP32, BF16)), draw.flag()
+    is_mlp = kind in MLPS
+    other = draw.choose((recipe, None, *RECIPES), (8, *(1 for _ in (None, *RECIPES)))) if is_mlp else recipe
     # of an activation of numbers far apart, one that cancels may be all of a gradient
-    known = [numbers for numbers in NUMBERS[: 4 if kind == "activation_linear" else 5] if numbers not in without]
-    likely = 8, *(1 for _ in WEIGHTS[1:])
+    known = [numbers for numbers in NUMBERS[: 5 if "Linear" in kind else 4] if numbers not in without]
+    # mostly usual calls: of an error that is counted nobody learns whether another is
+    usual = 4, *(1 for _ in known[1:])
     events = [
-        _Event(draw.choose((16, 1, 40)), draw.choose(known), draw.choose(known), draw.choose(WAYS), draw.choose(WEIGHTS, likely))
+        _Event(
+            draw.choose((16, 1, 40)), draw.choose(known, usual), draw.choose(known, usual), draw.choose(WAYS, (3, 1, 1, 1)),
+            draw.choose(WEIGHTS, (6, 2, 1, 1, 1)), draw.choose((0, 1) if is_mlp else (0,)),
+        )
         for _ in range(draw.choose(range(1, _LONGEST + 1)))
-    ]
+    ]  # fmt: skip
     said = [f"{kind} {str(dtype).removeprefix('torch.')}", f"bias={bias}", str(recipe), *map(str, events)]
+    if other != recipe:
+        said.insert(3, f"its second product {other or 'in its own type'}")
     found = Outcome(HISTORIES, seed, tuple(draw.taken), choices is not None, "; ".join(said))
     for backend in backends if device.type != "cuda" or unfit_gpu(device) is None else ():
         torch.manual_seed(seed)
         layer = LAYERS[kind](bias=bias, precision=recipe, device=device, dtype=dtype)
+        if is_mlp:
+            set_precision(layer.get_submodule("linear_fc2"), other)
         try:
             with use_backend(backend):
                 found.failures += [f"{backend}: {words}" for words in _judged(layer, events, dtype, seed, device)]
@@ -115,45 +142,64 @@ def _judged(layer: nn.Module, events: Sequence[_Event], dtype: torch.dtype, seed
     for at, event in enumerate(events):
         generator = torch.Generator(device).manual_seed(seed * 1009 + at)
         x = draw_values(RandomTensor((event.rows, WIDTH), dtype), event.numbers, generator, device)
-        _write(layer, event.weights, generator)
+        _write([weight for weight in layer.parameters() if weight.dim() == 2][event.which], event.weights, generator)
         layer.train(event.way != "eval")
         before = _counts(layer)
         dy = None
         if event.way in WAYS[:2]:
-            dy = draw_values(RandomTensor((event.rows, COLUMNS), dtype), event.incoming, generator, device)
-        with use_backend("torch"):
-            right = _results(_exact(layer), x.double(), dy)
+            columns = getattr(layer, "out_features", WIDTH)
+            dy = draw_values(RandomTensor((event.rows, columns), dtype), event.incoming, generator, device)
+        exact = _exact(layer)
         ours = _results(layer, x, dy)
+        with use_backend("torch"):
+            right = _results(exact, x.double(), dy, ours.get("h"))
         if event.way == "step":
             optimizer.step()
         optimizer.zero_grad()
         counted = _counts(layer) - before
         for name, result in ours.items():
-            error, allowed = _relative(result, right[name]), BUDGET[name]
+            error, allowed = _relative(result, right[name]), GRADIENTS if name.startswith("d") else RESULTS
             if not error <= allowed and not counted:
                 bad.append(f"call {at + 1}, {name}: off by {error:.3g} of its size, past {allowed:g}, and nothing was counted")
     return bad
 
 
-def _results(layer: nn.Module, x: Tensor, dy: Tensor | None) -> dict[str, Tensor]:
-    """y, and with dy the gradients of x and of the weights."""
-    if dy is None:
-        with torch.no_grad():
-            return {"y": layer(x)}
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    torch.autograd.backward(y, dy.to(y.dtype))
-    assert x.grad is not None and isinstance(layer.weight, Tensor) and layer.weight.grad is not None
-    return {"y": y.detach(), "dx": x.grad, "dweight": layer.weight.grad.clone()}
+def _results(layer: nn.Module, x: Tensor, dy: Tensor | None, h: Tensor | None = None) -> dict[str, Tensor]:
+    """Return y, an MLP's h between its products, and with dy the gradients of x and of all parameters.
+
+    Args:
+        h: the value from which an MLP's second product and its gradients go on. A gate of large numbers is a step: rounding
+            turns some of them, and what follows is right of the others.
+    """
+    found = {}
+
+    def take_up(module: nn.Module, args: Any, output: Any) -> Any:
+        up, *bias = output if isinstance(output, tuple) else (output,)
+        found["h"] = up.detach()
+        if h is not None:
+            up = up + (h - up).detach()
+        return (up, *bias) if bias else up
+
+    hook = layer.linear_fc1.register_forward_hook(take_up) if isinstance(layer, MLP) else None
+    with torch.set_grad_enabled(dy is not None):
+        x = x.detach().requires_grad_()
+        y = layer(x)
+    if hook is not None:
+        hook.remove()
+    found["y"] = y.detach()
+    if dy is not None:
+        torch.autograd.backward(y, dy.to(y.dtype))
+        grads = {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
+        found |= {f"d{name}": grad.clone() for name, grad in grads.items() if grad is not None}
+    return found
 
 
-def _write(layer: nn.Module, how: str, generator: torch.Generator) -> None:
-    """Write the weights as no optimizer does."""
-    assert isinstance(layer.weight, Tensor)
+def _write(weight: Tensor, how: str, generator: torch.Generator) -> None:
+    """Write a weight as no optimizer does."""
     if how == "drawn anew":
-        layer.weight.data.normal_(0.0, WIDTH**-0.5, generator=generator)
+        weight.data.normal_(0.0, WIDTH**-0.5, generator=generator)
     elif how != WEIGHTS[0]:
-        layer.weight.data.mul_({"times 30": 30.0, "over 30": 1 / 30, "zeros": 0.0}[how])
+        weight.data.mul_({"times 30": 30.0, "over 30": 1 / 30, "zeros": 0.0}[how])
 
 
 def _exact(layer: nn.Module) -> nn.Module:
