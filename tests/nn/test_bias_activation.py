@@ -34,12 +34,6 @@ def test_without_bias_it_has_no_parameters():
     assert torch.equal(layer(x), x.relu())
 
 
-def test_it_can_be_made_on_meta_and_filled_later():
-    layer = BiasActivation(8, "gelu", device="meta").to_empty(device="cpu")
-    layer.reset_parameters()
-    assert torch.equal(layer(torch.zeros(1, 8)), torch.zeros(1, 8))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [((8, "tanhh"), "activation must be one of"), ((7, "swiglu"), "features must be even")],

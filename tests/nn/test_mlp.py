@@ -1,6 +1,5 @@
 """The MLP on one rank, against plain formulas in fp64: its numbers, start, state, gradients, what it keeps, errors."""
 
-import copy
 import itertools
 import math
 
@@ -289,12 +288,6 @@ def test_its_own_starts():
     assert not one.linear_fc1.bias.any() and not two.linear_fc1.bias.any()
 
 
-def test_from_the_meta_device():
-    late = MLP(24, 40, device="meta").to_empty(device="cpu")
-    seeded(late.reset_parameters)
-    assert equal(list(late.state_dict().values()), list(seeded(lambda: MLP(24, 40)).state_dict().values()))
-
-
 def marks(mlp):
     w1, b1, w2, b2 = parameters(mlp)
     divided = [(t.tensor_model_parallel, t.partition_dim, t.partition_stride) for t in (w1, b1, w2)]
@@ -302,18 +295,11 @@ def marks(mlp):
 
 
 @kinds
-def test_copies_and_moves_are_whole_and_marked(activation):
+def test_its_parameters_are_marked(activation):
     mlp = made(activation)
     stride = 2 if activation == "swiglu" else 1
     expected = [(True, 0, stride), (True, 0, stride), (True, 1, 1)], False, False
-    x = torch.randn(4, 24, device=DEVICE)
-    other = copy.deepcopy(nn.Sequential(mlp))[0]
-    assert marks(mlp) == marks(other) == marks(copy.deepcopy(mlp).double()) == expected
-    assert not {id(t) for t in mlp.parameters()} & {id(t) for t in other.parameters()}
-    assert torch.equal(other(x), mlp(x))
-    with torch.no_grad():
-        other.linear_fc2.weight.zero_()
-    assert mlp.linear_fc2.weight.any()
+    assert marks(mlp) == expected
 
 
 def test_a_sharded_state_dict_of_one_rank_has_the_gates_apart():

@@ -1,7 +1,5 @@
 """The norms hold what torch's hold, mark it where asked, and call the op with all they were given."""
 
-import copy
-import io
 
 import pytest
 import torch
@@ -159,43 +157,6 @@ def test_a_wrong_last_dimension_is_seen_without_a_weight_too(norm, affine):
 def test_the_parameters_say_whether_they_are_sequence_parallel(norm, asked):
     layer = norm(8, sequence_parallel=asked)
     assert [parameter.sequence_parallel for parameter in layer.parameters()] == [asked] * len(list(layer.parameters()))
-
-
-def through_meta(norm):
-    layer = norm(8, device="meta", sequence_parallel=True).to_empty(device="cpu")
-    layer.reset_parameters()
-    return layer
-
-
-def saved_and_loaded(norm):
-    buffer = io.BytesIO()
-    torch.save(norm(8, sequence_parallel=True), buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def assigned(norm):
-    layer = norm(8, device="meta", sequence_parallel=True)
-    layer.load_state_dict(norm(8).state_dict(), assign=True)
-    return layer
-
-
-WAYS = {
-    "meta": through_meta,
-    "copied": lambda norm: copy.deepcopy(norm(8, sequence_parallel=True)),
-    "pickled": saved_and_loaded,
-    "assigned": assigned,
-    "cast": lambda norm: norm(8, sequence_parallel=True).double(),
-    "inside another": lambda norm: nn.Sequential(norm(8, device="meta", sequence_parallel=True)).to_empty(device="cpu")[0],
-}
-
-
-@EACH
-@pytest.mark.parametrize("way", WAYS)
-def test_the_mark_is_not_lost(norm, way):
-    layer = WAYS[way](norm)
-    assert all(parameter.sequence_parallel for parameter in layer.parameters())
-    assert not layer.weight.is_meta
 
 
 def test_repr_says_what_differs_from_the_usual():
