@@ -165,7 +165,7 @@ def _judged(layer: nn.Module, events: Sequence[_Event], dtype: torch.dtype, seed
 
 
 def _results(layer: nn.Module, x: Tensor, dy: Tensor | None, h: Tensor | None = None) -> dict[str, Tensor]:
-    """Return y, an MLP's h between its products, and with dy the gradients of x and of all parameters.
+    """Return y, an MLP's h between its products, and with dy the gradients of x and of the weights.
 
     Args:
         h: the value from which an MLP's second product and its gradients go on. A gate of large numbers is a step: rounding
@@ -190,7 +190,8 @@ def _results(layer: nn.Module, x: Tensor, dy: Tensor | None, h: Tensor | None = 
     if dy is not None:
         torch.autograd.backward(y, dy.to(y.dtype))
         grads = {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
-        found |= {f"d{name}": grad.clone() for name, grad in grads.items() if grad is not None}
+        # a vector's may be that of one number, where numbers are far apart
+        found |= {f"d{name}": grad.clone() for name, grad in grads.items() if grad is not None and grad.dim() == 2}
     return found
 
 
