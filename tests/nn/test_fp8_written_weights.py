@@ -237,6 +237,28 @@ def test_a_scale_follows_up_and_down(write, factor, by_formula):
         check(linear, linear, RECIPES["delayed"], write, moment, factor)
 
 
+@pytest.mark.parametrize("scaling", RECIPES)
+@pytest.mark.parametrize("kind", (*KINDS.values(), compiled), ids=lambda kind: kind.__name__)
+def test_an_evaluation_of_other_weights_between_forward_and_backward(kind, scaling, by_formula):
+    """As an average that is swapped in and out: backward has the scale that its own forward had."""
+    if kind is Experts and scaling != "row":
+        pytest.skip("experts have a scale a row")
+    torch.manual_seed(0)
+    layer, fresh = (kind(RECIPES[scaling]) for _ in range(2))
+    x, dy, weight = torch.randn(TOKENS, K, device=DEVICE), torch.randn(TOKENS, N, device=DEVICE), drawn(layer.weight)
+    for each in (layer, fresh):
+        copied(each, weight)
+    average, own = nn.Parameter(weight / 30), x.clone().requires_grad_()
+    y = call(layer, own)
+    data_swapped(layer, average)
+    with torch.no_grad():
+        call(layer, x)
+    layer.weight.data = weight.clone()
+    y.backward(dy)
+    expected = run(fresh, x, dy)
+    assert own.grad.equal(expected[1]) and layer.weight.grad.equal(expected[2])
+
+
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("kind", ("linear", "norm"))
 def test_by_kernels(kind):

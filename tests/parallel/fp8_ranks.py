@@ -44,7 +44,7 @@ def run(rank, ranks, folder, backend):
     found = of_all(layer, alone, again, frozen, gathered, flushed, order)
     found["kernels"] = kernels
     found["trained"] = {name: [trained(name, world, divide=divide) for divide in (True, False)] for name in CASES}
-    for scenario in (shared_late, looked_at, released, validated, modules, mutants):
+    for scenario in (shared_late, shared_zeros, looked_at, released, validated, modules, mutants):
         found[scenario.__name__] = scenario(world)
     found["no tokens"] = {name: layer(name, "delayed", world, sequence=0)["y"].shape for name in CASES}
     torch.save(found, f"{folder}/{rank}.pt")
@@ -268,6 +268,24 @@ def shared_late(group):
     return {"scales": scales, "y": y.detach(), "copied": copied.factors.equal(parameters["weight"].fp8.scales.factors)}
 
 
+def shared_zeros(group):
+    """Return y and x's gradient in each step: first of zeros alone, which are no history, then of small values."""
+    found = {}
+    for name in ("column, sequence", "row, sequence"):
+        x, parameters, dy = shard(name, group)
+        call, steps = partial(CASES[name][0], tp_group=group, precision=RECIPES["delayed"]), []
+        for factor in (0.0, 2.0**-20, 2.0**-20, 2.0**-20, 2.0**-20):
+            own = (x.detach() * factor).requires_grad_()
+            y = call(own, parameters | {"bias": None})
+            y.backward(dy * factor)
+            steps.append({"y": y.detach(), "x": own.grad})
+            with torch.no_grad():
+                parameters["weight"].mul_(1)
+        scales = parameters["weight"].fp8.scales
+        found[name] = {"steps": steps, "started": list(scales.started), "counts": scales.counts()}
+    return found
+
+
 def looked_at(group):
     """Return whether a forward without gradients leaves the state of the scales as it is."""
     found = {}
@@ -314,7 +332,8 @@ def order(name, kind, group):
     """Return what each part of a step does, in order: what is sent, as "start gather uint8", waits and products."""
     x, parameters, dy = shard(name, group)
     call = partial(CASES[name][0], tp_group=group, precision=RECIPES[kind])
-    end_step(call, x, parameters, dy)
+    for _ in range(2):  # in the second ranks learn that there is a history
+        end_step(call, x, parameters, dy)
     happened, here, scaled_mm = {}, [], scaled_product.scaled_mm
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -251,7 +251,9 @@ def test_a_forward_without_gradients_leaves_no_trace():
 
 
 MUTANTS = {
-    "the scale of an old weight": (fp8_weight, "FP8Weight.rows", "self._measure(", "self._factors or self._measure("),
+    "the scale of an old weight": (
+        fp8_weight, "FP8Weight.rows", "codes, _ =", 'factors = self.__dict__.setdefault("old", factors)\n        codes, _ ='
+    ),
     "gradients without their scale": (fp8_weight, "_operands", "FP8Operand(across, inverse)", "FP8Operand(across, inverse / 3)"),
     "x's codes at another scale": (module, "FP8Call.start_input", "turn(target), self.", "turn(target), 2 * self."),
     "the bias twice": (module, "fp8_forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),

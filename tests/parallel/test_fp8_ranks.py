@@ -189,6 +189,21 @@ def test_a_scale_that_ranks_had_of_their_own_becomes_one(found):
     assert decibels(whole_y, unsharded("column, sequence")["y"] - whole()[1]["bias"]) > 25
 
 
+@pytest.mark.parametrize("name", ("column, sequence", "row, sequence"))
+def test_a_step_of_zeros_is_no_history_to_ranks_either(found, name):
+    """Later steps have scales of their own values, and ranks that have a history measure nothing more."""
+    _, by_row, _ = CASES[name]
+    x, parameters, dy = (t.double() if isinstance(t, torch.Tensor) else t for t in whole())
+    exact = {"y": x @ parameters["weight"].double().t(), "x": dy @ parameters["weight"].double()}
+    for step in range(1, 5):
+        for key, dim in (("y", 0 if by_row else -1), ("x", -1 if by_row else 0)):
+            ours = torch.cat([rank["shared_zeros"][name]["steps"][step][key] for rank in found], dim)
+            assert decibels(ours.double() * 2.0**20, exact[key]) > (25 if key == "y" else 20), (step, key)
+    role = ROLES.index("gradient" if by_row else "input")
+    assert all(rank["shared_zeros"][name]["started"][role] for rank in found)
+    assert all(not rank["shared_zeros"][name]["counts"][1, role] for rank in found)
+
+
 # ---- what is sent ----
 
 

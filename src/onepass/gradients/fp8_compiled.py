@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_product import PRODUCT, FP8Call, OutputGradient
+from onepass.gradients.fp8_scales import factors_of, new_factors
 from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, fp8_weight
 from onepass.gradients.main_grad import GradRequest, put_gradient
 from onepass.gradients.packed_params import concat_no_grad
@@ -51,27 +52,29 @@ def state_in_graph(x: Tensor, weights: Sequence[Tensor], recipe: FP8Recipe) -> t
     return fp8_weight(weight, recipe), weight
 
 
-def lent(call: FP8Call) -> tuple[Tensor, Tensor | None]:
-    """Return copies of the inverse and the scale that forward had for x: the next refresh changes the state's."""
-    return call.x_inverse.clone(), None if call.x_scale is None else call.x_scale.clone()
+def lent(call: FP8Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return copies of the inverse and the scale that forward had for x, which the next refresh changes, and the weight's row."""
+    scale, factors = call.x_scale, call.factors
+    return call.x_inverse.clone(), None if scale is None else scale.clone(), None if factors is None else factors.row
 
 
 def forward_fake(
     x: Tensor, weights: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return tensors without data: the product's result, and what `lent` returns."""
     y = x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)), dtype=product)
     if recipe.scaling == "row":
-        return y, x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None
-    return y, x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+        return y, x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None, None
+    return y, x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32), new_factors(x)
 
 
 def _output_gradient(
-    dy: Tensor, weights: Sequence[Tensor], asks_x: bool, asks_weight: bool, recipe: FP8Recipe
+    dy: Tensor, weights: Sequence[Tensor], factors: Tensor | None, asks_x: bool, asks_weight: bool, recipe: FP8Recipe
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     state, weight = state_in_graph(dy, weights, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
-    call = FP8Call(state, state.version, dy, None, None)  # nothing of x is looked at
+    ours = None if factors is None else factors_of(factors)
+    call = FP8Call(state, state.version, dy, None, ours, None)  # nothing of x is looked at
     found = call.output_gradient(dy, weight, asks_x, asks_weight, later=False)
     if found.operand is None:
         return found.dx, None, None
@@ -79,7 +82,7 @@ def _output_gradient(
 
 
 def _output_gradient_fake(
-    dy: Tensor, weights: Sequence[Tensor], asks_x: bool, asks_weight: bool, recipe: FP8Recipe
+    dy: Tensor, weights: Sequence[Tensor], factors: Tensor | None, asks_x: bool, asks_weight: bool, recipe: FP8Recipe
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dx = dy.new_empty((*dy.shape[:-1], weights[0].shape[1])) if asks_x else None
     if not (asks_weight and recipe.has_wgrad):
@@ -89,7 +92,7 @@ def _output_gradient_fake(
 
 
 _output_gradient_op = Registered(
-    "fp8_output_gradient(Tensor dy, Tensor[] weights, bool asks_x, bool asks_weight, FP8Recipe recipe) -> "
+    "fp8_output_gradient(Tensor dy, Tensor[] weights, Tensor? factors, bool asks_x, bool asks_weight, FP8Recipe recipe) -> "
     "(Tensor?, Tensor?, Tensor?)",
     _output_gradient,
     _output_gradient_fake,
@@ -103,15 +106,16 @@ class CompiledFP8Call(NamedTuple):
 
     weights: Sequence[Tensor]
     recipe: FP8Recipe
+    has_wgrad: bool
     x_inverse: Tensor
     x_scale: Tensor | None
-    has_wgrad: bool
+    factors: Tensor | None  # the weight's row
 
     def start_input(self, run: Pass, turn: Callable[[FP8Target], Tensor], *, later: bool) -> Callable[[], FP8Operand]:
         return lambda: FP8Operand(turn(FP8Target(E4M3, self.x_scale)), self.x_inverse)
 
     def output_gradient(self, dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
-        dx, codes, inverse = _output_gradient_op(dy, self.weights, asks_x, asks_weight, self.recipe)
+        dx, codes, inverse = _output_gradient_op(dy, self.weights, self.factors, asks_x, asks_weight, self.recipe)
         operand = None if codes is None or inverse is None else FP8Operand(codes, inverse)
         return OutputGradient(dx, operand, rows_of(dy))
 

@@ -71,7 +71,7 @@ def _forward(
 
 def _forward_in_graph(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype, noted: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     state, weight = state_in_graph(x, weights, recipe)
     y, call = _forward(state, x, weight, one_of(biases), product, None, noted)
     return y, *lent(call)
@@ -79,7 +79,7 @@ def _forward_in_graph(
 
 _forward_op = Registered(
     "fp8_linear(Tensor x, Tensor[] weights, Tensor[] biases, FP8Recipe recipe, ScalarType product, bool noted) -> "
-    "(Tensor, Tensor, Tensor?)",
+    "(Tensor, Tensor, Tensor?, Tensor?)",
     _forward_in_graph,
     lambda x, weights, biases, recipe, product, noted: forward_fake(x, weights, recipe, product),
     FP8Recipe,
@@ -91,8 +91,8 @@ def compiled_product(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype, noted: bool
 ) -> tuple[Tensor, CompiledFP8Call]:
     """Return the product of all weights' rows, in a graph, and what backward needs."""
-    y, inverse, scale = _forward_op(x, weights, biases, recipe, product, noted)
-    return y, CompiledFP8Call(weights, recipe, inverse, scale, recipe.has_wgrad)
+    y, *kept = _forward_op(x, weights, biases, recipe, product, noted)
+    return y, CompiledFP8Call(weights, recipe, recipe.has_wgrad, *kept)
 
 
 def _run(

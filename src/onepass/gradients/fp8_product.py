@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_gradient import FP8Gradient
+from onepass.gradients.fp8_scales import FP8Factors
 from onepass.gradients.fp8_updates import Version
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, PendingOperand, multiply
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, PendingOperand, multiply, turned_weight
 from onepass.gradients.main_grad import (
     GradientKind,
     GradRequest,
@@ -126,6 +127,7 @@ class FP8Call(NamedTuple):
     version: Version
     x_inverse: Tensor  # and the scale that forward had for x, None where rows had their own
     x_scale: Tensor | None
+    factors: FP8Factors | None  # of the weight in this call's forward, None where rows had their own
     layout: TPLayout | None
 
     @property
@@ -171,7 +173,7 @@ class FP8Call(NamedTuple):
         return OutputGradient(None if ours is None else self._input_gradient(ours, weight, dy), turned, rows)
 
     def _input_gradient(self, ours: FP8Operand, weight: Tensor, dy: Tensor) -> Tensor:
-        return multiply(ours, self.state.turned(weight), dy.dtype, fast=False).view(*dy.shape[:-1], -1)
+        return multiply(ours, turned_weight(weight, self.factors), dy.dtype, fast=False).view(*dy.shape[:-1], -1)
 
     def _gathered_output_gradient(
         self, dy: Tensor, weight: Tensor, layout: TPLayout, asks_x: bool, in_fp8: bool, in_16_bits: bool, later: bool
@@ -189,7 +191,7 @@ class FP8Call(NamedTuple):
         coming = PendingOperand(own, group) if wide is None and (asks_x or not later) else None
         M, rank, ranks, dx = len(rows), group.rank(), group.size(), None
         if asks_x:
-            across = self.state.turned(weight)
+            across = turned_weight(weight, self.factors)
             dx = dy.new_empty(M * ranks, across.codes.shape[0])
             multiply(own, across, dy.dtype, fast=False, out=dx[M * rank : M * (rank + 1)])
         whole = own
@@ -242,7 +244,8 @@ def fp8_forward(
     if layout is not None and layout.gathers_x:
         whole, shape = PendingOperand(ours, layout.group).wait(), (shape[0] * layout.group.size(), *shape[1:])
     fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
-    y = multiply(whole, state.rows(weight), dtype, fast=fast).view(*shape, -1)
+    rows, factors = state.rows(weight)
+    y = multiply(whole, rows, dtype, fast=fast).view(*shape, -1)
     if layout is not None and layout.by_row:
         y = start_sum(y, layout).wait()
-    return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale, layout)
+    return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale, factors, layout)

@@ -128,21 +128,40 @@ def _measured_formula(row: Tensor, amax: Tensor, factors: Tensor | None, margin:
 
 
 class FP8Factors(NamedTuple):
-    """A scale and its inverse, both of one element."""
+    """A scale and its inverse, both of one element, and the row of memory that has them."""
 
     scale: Tensor
     inverse: Tensor
+    row: Tensor
 
 
 def factors_of(row: Tensor) -> FP8Factors:
-    return FP8Factors(row[0], row[_INVERSE])
+    return FP8Factors(row[0], row[_INVERSE], row)
 
 
-class _Flags(NamedTuple):
-    """Which scales come from a history, on the way to the host."""
+def new_factors(like: Tensor) -> Tensor:
+    """Return a row for a scale and its inverse, on a tensor's device."""
+    return like.new_empty(_FACTORS, dtype=torch.float32)
 
-    copy: Tensor
-    arrived: torch.cuda.Event
+
+class _Flags:
+    """Which scales come from a history, on the way to the host. Nothing waits for the device but `wait`."""
+
+    def __init__(self, stands: Tensor) -> None:
+        self._copy, self._arrived = stands.clone(), None
+        if stands.is_cuda:
+            self._copy, self._arrived = torch.empty(len(ROLES), pin_memory=True), torch.cuda.Event()
+            self._copy.copy_(stands, non_blocking=True)
+            self._arrived.record(torch.cuda.current_stream(stands.device))
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
+    def wait(self) -> list[bool]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return (self._copy > 0).tolist()
 
 
 class FP8Scales:
@@ -160,13 +179,14 @@ class FP8Scales:
         self.total = torch.zeros(len(KINDS), count, dtype=torch.int64, device=device)
         self.started = [False] * count  # whether a history is known here to set the scale
         self._flags: _Flags | None = None
-        self._measured = False  # a scale since the last refresh
+        self._shared_flags: _Flags | None = None  # of the last refresh
+        self._measured: set[str] = set()  # since the last refresh
         self._types = [E4M3, E4M3, recipe.gradient_type]
         self._of = [factors_of(row) for row in self.factors]
         self._groups: dict[str, dist.ProcessGroup] = {}  # that share a tensor's scale
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": {}, "_flags": None}  # no group can be pickled: the next call shares again
+        return {**self.__dict__, "_groups": {}, "_flags": None, "_shared_flags": None}  # the next call shares again
 
     def share(self, role: str, group: dist.ProcessGroup) -> None:
         """Let the ranks of a group have one scale for a tensor from now on. The first call is collective."""
@@ -174,7 +194,7 @@ class FP8Scales:
             return
         self._groups[role] = group
         place = ROLES.index(role)
-        self.started[place] = False  # what this rank alone has heard: all measure until the next refresh
+        self.started[place], self._shared_flags = False, None  # what this rank alone has heard: all measure until they learn
         row = self.factors[place]
         largest = row[_STANDS : _INVERSE + 1] * row[_STANDS]  # of the ranks that have a history: the smallest scale
         raise_to_largest(self.history[place], group)
@@ -201,8 +221,8 @@ class FP8Scales:
 
     def stands(self, role: str) -> bool:
         """Whether a history is known to set a tensor's scale: then nothing is measured."""
-        if self._flags is not None and not is_capturing(self.factors.device) and self._flags.arrived.query():
-            self._learn(self._flags.copy)
+        if self._flags is not None and not is_capturing(self.factors.device) and self._flags.has_arrived:
+            self._learn(self._flags, shared=False)
             self._flags = None
         return self.started[ROLES.index(role)]
 
@@ -212,7 +232,7 @@ class FP8Scales:
         Delayed scales of the input and the gradient are those of the history once there is one. `run` writes codes for a target.
         """
         place, margin = ROLES.index(role), self.recipe.margin
-        row = self.factors.new_empty(_FACTORS)
+        row = new_factors(self.factors)
         slots, unread = torch.zeros(2, SLOTS, dtype=torch.int32, device=row.device).unbind()
         run(FP8Target(self._types[place], self._of[place].scale, slots, unread))
         if role in self._groups:
@@ -223,7 +243,8 @@ class FP8Scales:
             _measured_plan(margin, self._types[place] is E5M2)((1, 1, 1), *given)
         else:
             _measured_formula(*given, margin, self._types[place])
-        self._measured |= delayed
+        if delayed:
+            self._measured.add(role)
         return factors_of(row)
 
     def refresh(self) -> None:
@@ -242,27 +263,22 @@ class FP8Scales:
             _refresh_formula(state, self._types, self.recipe.margin, recent)
         if is_capturing(self.factors.device):
             return
-        for role in self._groups:  # ranks must agree, whatever each of them has heard of
-            self.started[ROLES.index(role)] = True
-        if self._measured and self._flags is None:  # an answer on its way is waited for: a host that is ahead hears of it, too
-            self._measured = False
-            self._ask()
+        if self._measured & self._groups.keys():  # ranks learn in the same refresh, of the one before: none waits for this step
+            if self._shared_flags is not None:
+                self._learn(self._shared_flags, shared=True)
+            self._shared_flags = self._ask()
+        if self._measured - self._groups.keys() and self._flags is None:  # an answer on its way is heard by a host ahead, too
+            self._flags = self._ask()
+        self._measured.clear()
 
-    def _ask(self) -> None:
-        """Start to learn which scales come from a history now. Nothing waits for the device."""
-        stands = self.factors[:, _STANDS]
-        if not stands.is_cuda:
-            self._learn(stands)
-            return
-        copy, arrived = torch.empty(len(ROLES), pin_memory=True), torch.cuda.Event()
-        copy.copy_(stands, non_blocking=True)
-        arrived.record(torch.cuda.current_stream(stands.device))
-        self._flags = _Flags(copy, arrived)
+    def _ask(self) -> _Flags:
+        """Start to learn which scales come from a history now."""
+        return _Flags(self.factors[:, _STANDS])
 
-    def _learn(self, stands: Tensor) -> None:
-        shared = [role in self._groups for role in ROLES]  # of which refresh decides, on all ranks alike
-        found = zip(self.started, shared, stands.tolist(), strict=True)
-        self.started = [known or (new > 0 and not ours) for known, ours, new in found]
+    def _learn(self, flags: _Flags, *, shared: bool) -> None:
+        for place, (role, stands) in enumerate(zip(ROLES, flags.wait(), strict=True)):
+            if (role in self._groups) is shared:
+                self.started[place] |= stands
 
     def counts(self) -> Tensor:
         """Return how many numbers of each tensor have saturated and rounded to zero so far, [kinds, roles] on the device."""
@@ -300,7 +316,7 @@ class FP8Scales:
             own.copy_(state[kind]) if kind in state else own.zero_()  # older states have no second kind
         # older states have measured scales without a history too
         self.factors[:, _STANDS] = state["started"].to(self.steps.device) & (self.steps > 0)
-        self._flags, self.started = None, (self.factors[:, _STANDS] > 0).tolist()
+        self._flags, self._shared_flags, self.started = None, None, (self.factors[:, _STANDS] > 0).tolist()
 
 
 # ---- of many layers, without a wait for each ----

@@ -94,7 +94,6 @@ class FP8Weight:
         self.shape: torch.Size | None = None  # of the weight
         self._version: Version | None = None  # of the weight, in the last forward
         self._loaded = False
-        self._factors: FP8Factors | None = None  # of the weight in the last forward, which its backward takes too
         self._replayed = False  # optimizers' steps refresh the scales
         count_optimizer_steps()
 
@@ -121,28 +120,15 @@ class FP8Weight:
                 self.scales.refresh()
         self._version, self.shape = version, weight.shape
 
-    def rows(self, weight: Tensor) -> FP8Operand:
-        """Return the weight's codes by rows."""
+    def rows(self, weight: Tensor) -> tuple[FP8Operand, FP8Factors | None]:
+        """Return the weight's codes by rows, and their scale where they share one. The call's backward takes it too."""
         weight = weight.detach()
         if self.recipe.scaling == "row":
-            return FP8Operand(*cast_rows(weight, E4M3))
-        factors = self._factors = self._measure(weight)
+            return FP8Operand(*cast_rows(weight, E4M3)), None
+        factors = self.scales.measure("weight", partial(cast_tensor, weight, codes=False))
         codes, _ = cast_tensor(weight, FP8Target(E4M3, factors.scale))
         assert codes is not None
-        return FP8Operand(codes, factors.inverse)
-
-    def turned(self, weight: Tensor) -> FP8Operand:
-        """Return the transpose of its codes, for dx."""
-        weight = weight.detach()
-        if self.recipe.scaling == "row":
-            return FP8Operand(*cast_columns(weight))
-        factors = self._factors or self._measure(weight)
-        _, codes = cast_tensor(weight, FP8Target(E4M3, factors.scale), codes=False, turned=True)
-        assert codes is not None
-        return FP8Operand(codes, factors.inverse)
-
-    def _measure(self, weight: Tensor) -> FP8Factors:
-        return self.scales.measure("weight", partial(cast_tensor, weight, codes=False))
+        return FP8Operand(codes, factors.inverse), factors
 
     @contextmanager
     def unchanged(self, weight: Tensor) -> Iterator[None]:
@@ -236,6 +222,16 @@ def _operands(found: tuple[Tensor | None, Tensor | None], inverse: Tensor) -> tu
 
 def _outside_inference_mode() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def turned_weight(weight: Tensor, factors: FP8Factors | None) -> FP8Operand:
+    """Return the transpose of a weight's codes at the scale that forward had, for dx. None is a scale a column."""
+    weight = weight.detach()
+    if factors is None:
+        return FP8Operand(*cast_columns(weight))
+    _, codes = cast_tensor(weight, FP8Target(E4M3, factors.scale), codes=False, turned=True)
+    assert codes is not None
+    return FP8Operand(codes, factors.inverse)
 
 
 class CompiledFP8(NamedTuple):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, state_in_graph
 from onepass.gradients.fp8_product import PRODUCT
-from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, multiply
+from onepass.gradients.fp8_scales import factors_of
+from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, multiply, turned_weight
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.ops.activation import fp8
 from onepass.ops.activation.activations import find_activation
@@ -39,7 +40,8 @@ from onepass.runtime.op import Registered
 
 
 def _up_gradient(
-    dactivated: Tensor, packed: Tensor, scale: Tensor, weights: Sequence[Tensor], options: ActivationOptions, recipe: FP8Recipe
+    dactivated: Tensor, packed: Tensor, scale: Tensor, weights: Sequence[Tensor], factors: Tensor, options: ActivationOptions,
+    recipe: FP8Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradient of up's input, the codes of its result's gradient, turned, with the inverse of their scale, and the
     activation's codes at forward's scale, turned."""
@@ -49,12 +51,14 @@ def _up_gradient(
     target, inverse = state.gradient_target(partial(run, y_target=None, turned=False))
     found = run(target, FP8Target(E4M3, scale))
     assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
-    dx = multiply(FP8Operand(rows_of(found.dx), inverse), state.turned(weight), dactivated.dtype, fast=False)
+    across = turned_weight(weight, factors_of(factors))
+    dx = multiply(FP8Operand(rows_of(found.dx), inverse), across, dactivated.dtype, fast=False)
     return dx.view(*packed.shape[:-1], -1), found.dx_turned, inverse, found.y_turned
 
 
 def _up_gradient_fake(
-    dactivated: Tensor, packed: Tensor, scale: Tensor, weights: Sequence[Tensor], options: ActivationOptions, recipe: FP8Recipe
+    dactivated: Tensor, packed: Tensor, scale: Tensor, weights: Sequence[Tensor], factors: Tensor, options: ActivationOptions,
+    recipe: FP8Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dx = packed.new_empty((*packed.shape[:-1], weights[0].shape[1]))
     turned = packed.new_empty((packed.shape[-1], turned_width(packed)), dtype=recipe.gradient_type)
@@ -63,8 +67,8 @@ def _up_gradient_fake(
 
 
 _up_gradient_op = Registered(
-    "gated_mlp_up_gradient(Tensor dactivated, Tensor packed, Tensor scale, Tensor[] weights, ActivationOptions options, "
-    "FP8Recipe recipe) -> (Tensor, Tensor, Tensor, Tensor)",
+    "gated_mlp_up_gradient(Tensor dactivated, Tensor packed, Tensor scale, Tensor[] weights, Tensor factors, "
+    "ActivationOptions options, FP8Recipe recipe) -> (Tensor, Tensor, Tensor, Tensor)",
     _up_gradient,
     _up_gradient_fake,
     ActivationOptions,
@@ -100,7 +104,7 @@ class _GatedMLP(torch.autograd.Function):
         h, norm_weight, norm_bias, stats, packed, down, *weights = ctx.saved_tensors
         need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
         dactivated, operand, _ = ctx.down.output_gradient(dy, down, True, True, later=False)
-        given = dactivated, packed, ctx.down.x_scale, weights, ctx.options, ctx.recipe
+        given = dactivated, packed, ctx.down.x_scale, weights, ctx.up.factors, ctx.options, ctx.recipe
         dnormed, turned, inverse, activated = _up_gradient_op(*given)
         ddown = PRODUCT.returned(*operand, activated, ctx.down.x_inverse, down)
         dx, dnorm_weight, dnorm_bias, _ = kernels.backward(

@@ -36,8 +36,8 @@ def activation_linear_fp8(
     """Return y by a product in eight bits, and what backward needs of the state."""
     if isinstance(state, CompiledFP8):
         given = x, bias, token_weight, weight, linear_bias
-        y, inverse, scale = _forward_op(*given, options, use_triton, product, noted, state.recipe)
-        return y, CompiledFP8Call([weight], state.recipe, inverse, scale, state.recipe.has_wgrad)
+        y, *kept = _forward_op(*given, options, use_triton, product, noted, state.recipe)
+        return y, CompiledFP8Call([weight], state.recipe, state.recipe.has_wgrad, *kept)
     run = partial(_activation_codes, x, bias, token_weight, options, use_triton)
     return fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, layout, noted=noted)
 
@@ -53,7 +53,7 @@ def _activation_codes(
 def _forward_in_graph(
     x: Tensor, bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, linear_bias: Tensor | None,
     options: ActivationOptions, use_triton: bool, product: torch.dtype, noted: bool, recipe: FP8Recipe,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     run = partial(_activation_codes, x, bias, token_weight, options, use_triton)
     state, weight = state_in_graph(x, [weight], recipe)
     y, call = fp8_forward(state, weight, linear_bias, x.shape[:-1], product, run, noted=noted)
@@ -62,7 +62,8 @@ def _forward_in_graph(
 
 _forward_op = Registered(
     "activation_linear_fp8(Tensor x, Tensor? bias, Tensor? token_weight, Tensor weight, Tensor? linear_bias, "
-    "ActivationOptions options, bool use_triton, ScalarType product, bool noted, FP8Recipe recipe) -> (Tensor, Tensor, Tensor?)",
+    "ActivationOptions options, bool use_triton, ScalarType product, bool noted, FP8Recipe recipe) -> "
+    "(Tensor, Tensor, Tensor?, Tensor?)",
     _forward_in_graph,
     lambda x, bias, token_weight, weight, linear_bias, options, use_triton, product, noted, recipe: forward_fake(
         x, [weight], recipe, product

@@ -61,8 +61,8 @@ def compiled_norm_product(
 ) -> tuple[Tensor, Tensor, Tensor | None, CompiledFP8Call]:  # fmt: skip
     """Return what `norm_linear_fp8` does, in a graph, of the rows of all weights."""
     tensors = x, norm_weight, norm_bias, weights, biases, residual
-    y, inverse, scale, h, stats = _forward_op(*tensors, options, use_triton, product, keep, recipe)
-    return y, x if h is None else h, stats, CompiledFP8Call(weights, recipe, inverse, scale, recipe.has_wgrad)
+    y, *kept, h, stats = _forward_op(*tensors, options, use_triton, product, keep, recipe)
+    return y, x if h is None else h, stats, CompiledFP8Call(weights, recipe, recipe.has_wgrad, *kept)
 
 
 def _forward_in_graph(
@@ -86,7 +86,7 @@ def _forward_fake(
 _forward_op = Registered(
     "norm_linear_fp8(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor[] weights, Tensor[] biases, Tensor? residual, "
     "NormOptions options, bool use_triton, ScalarType product, bool keep, FP8Recipe recipe) -> "
-    "(Tensor, Tensor, Tensor?, Tensor?, Tensor?)",
+    "(Tensor, Tensor, Tensor?, Tensor?, Tensor?, Tensor?)",
     _forward_in_graph,
     _forward_fake,
     NormOptions,
