@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "onepass"
 
 # Who may import whom: a part may use those named here, and itself only where it is named. onepass/__init__.py is "".
-_BELOW_GPT = {"nn", "ops", "gradients", "parallel", "kernels", "runtime"}
+_BELOW_GPT = {"nn", "ops", "product", "gradients", "parallel", "kernels", "runtime"}
 _EVERYTHING = {*_BELOW_GPT, "gpt", "train", "fusion", "profiling", "integrations", "bench", "testing", "doctor"}
 ALLOWED = {
     "": {*_BELOW_GPT, "gpt", "integrations", "fusion", "profiling"},
@@ -24,7 +24,8 @@ ALLOWED = {
     "kernels": {"kernels", "runtime"},
     "parallel": {"parallel", "kernels", "runtime"},
     "gradients": {"gradients", "parallel", "kernels", "runtime"},
-    "ops": {"gradients", "parallel", "kernels", "runtime"},
+    "product": {"product", "gradients", "parallel", "kernels", "runtime"},
+    "ops": {"product", "gradients", "parallel", "kernels", "runtime"},
     "nn": _BELOW_GPT,
     "gpt": {"gpt", *_BELOW_GPT},
     "fusion": {"fusion", *_BELOW_GPT},
@@ -249,7 +250,7 @@ def test_importing_loads_nobody_heavy(imported):
 def test_importing_loads_ops_and_what_is_below_them(imported):
     """Not what only tools and trainers need: it would be most of the time that an import takes."""
     folders = {name.split(".")[1] for name in imported["ours"] if "." in name}
-    assert folders == {"nn", "ops", "gradients", "parallel", "kernels", "runtime", "integrations"}
+    assert folders == {"nn", "ops", "product", "gradients", "parallel", "kernels", "runtime", "integrations"}
     integrations = [name for name in imported["ours"] if name.startswith("onepass.integrations.")]
     assert integrations == ["onepass.integrations.attention_backends", "onepass.integrations.norm_backends"]
     assert not [name for name in imported["ours"] if name.endswith(".samples")]

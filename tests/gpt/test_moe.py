@@ -10,9 +10,9 @@ import onepass
 from onepass.gpt import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE, balance, routed
-from onepass.gradients import grouped as grouped_products
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.ops.linear.routing import gather_tokens, scatter_tokens
+from onepass.product import grouped as grouped_products
 
 H, E, SIZE = 12, 5, 8
 

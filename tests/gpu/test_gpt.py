@@ -5,9 +5,9 @@ import torch
 from gpu.calls import captured, nobody_waits, other_stream
 
 from onepass.gpt import Model, preset
-from onepass.gradients import grouped as gradients_grouped
 from onepass.kernels import grouped_product
 from onepass.ops.linear.grouped import grouped_linear
+from onepass.product import grouped as gradients_grouped
 from onepass.train.batches import TokenBatch
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options

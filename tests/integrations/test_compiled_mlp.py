@@ -151,10 +151,12 @@ def test_when_it_is_used():
 MUTANTS = {
     "the activation's codes at another scale": ("_up_gradient", "FP8Target(E4M3, scale)", "FP8Target(E4M3, 4 * scale)"),
     "magnitudes of up's gradient not noted": ("_up_gradient", "run(target, FP8", "run(target._replace(amax=None), FP8"),
-    "codes of the gradient at another scale": ("_GatedMLP.backward", "turned, inverse, *normed", "turned, 2 * inverse, *normed"),
-    "no gradient of the residual stream": ("_GatedMLP.backward", "dnormed, dh, h", "dnormed, None, h"),
+    "codes of the gradient at another scale": (
+        "_GatedMLP.backward", "transposed, inverse, *normed", "transposed, 2 * inverse, *normed",
+    ),
+    "no gradient of the residual stream": ("_GatedMLP.backward", "dnormed, dh, requests", "dnormed, None, requests"),
     "weights' gradients exchanged": ("_GatedMLP.backward", "ddown, *dweights", "ddown, *dweights[::-1]"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)

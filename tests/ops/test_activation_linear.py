@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 import onepass.ops.activation.activation_linear as module
-from onepass.gradients import product
 from onepass.ops.activation import kernels
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.product import product
 from onepass.runtime.saved import SAVES, fp8_dequantise, fp8_quantise
 from onepass.testing.budget import compare, run
 from onepass.testing.poison import bytes_kept, poisoned, saved_tensors, unchanged
@@ -215,7 +215,7 @@ def test_what_nobody_asks_for_is_not_computed(save, backend, monkeypatch):
         stock = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *args, **more: did.append(note(args)) or stock(*args, **more))
 
-    spy(module, "row_gradients", lambda args: "d activation" if args[1] is not None else "")
+    spy(product, "row_gradients", lambda args: "d activation" if args[1] is not None else "")
     spy(product, "weight_gradient", lambda _: "weight")
     if backend == "triton":
         spy(kernels, "backward_into", lambda args: "and y" if args[-1] is not None else "no y")

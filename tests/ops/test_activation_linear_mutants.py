@@ -8,7 +8,8 @@ from ops.test_activation_linear import CLAMPED, report_of
 import onepass.ops.activation.activation_linear as module
 
 pytest.importorskip("triton")
-from onepass.ops.activation import kernels
+from onepass.ops.activation import activation_rows, kernels
+from onepass.product import product
 from onepass.testing.mutants import copy_package, mutate
 from onepass.testing.poison import bytes_kept, saved_tensors
 
@@ -20,16 +21,16 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "dx in y's place": (kernels, "_backward_kernel", "y, mask=", "dz, mask=", "input"),
     "y without its last row": (kernels, "_backward_kernel", "y, mask=inside", "y, mask=inside & (rows < M - 1)[:, None]", "input"),
     "y over what is still to be read": (kernels, "_backward_kernel", "rows = tl", "tl.store(y_ptr + rows[:, None] * H + columns[None, :], 0.0, mask=inside)\n        rows = tl", "input"),
-    "codes rebuilt as numbers": (module, "backward_by_kernels", " = kept if", " = (kept[0], None) if", "fp8"),
-    "the weight's gradient of the x that was not kept": (module, "_ActivationLinear.forward", "weight, *kept", "weight, x); ctx.stored = saved.saved_format(x, 'input', 2", "fp8"),
-    "activation_bias forgotten in backward": (module, "backward_by_kernels", "dy, x, exponents, bias", "dy, x, exponents, bias * 0", "input"),
-    "clamp forgotten in backward": (module, "backward_by_kernels", "options, *", "options._replace(clamp=None), *", "input"),
+    "codes rebuilt as numbers": (activation_rows, "backward_by_kernels", " = kept if", " = (kept[0], None) if", "fp8"),
+    "codes of another x are kept": (activation_rows, "ActivationRows.rows", "token_weight, *kept)", "token_weight, kept[0].flip(0), *kept[1:])", "fp8"),
+    "activation_bias forgotten in backward": (activation_rows, "backward_by_kernels", "dy, x, exponents, bias", "dy, x, exponents, bias * 0", "input"),
+    "clamp forgotten in backward": (activation_rows, "backward_by_kernels", "options, *", "options._replace(clamp=None), *", "input"),
     "offset forgotten": (module, "activation_linear", "float(linear_offset) if linear_offset else ", "", "input"),
-    "the bias forgotten": (module, "_ActivationLinear.forward", "bias, layout", "None, layout", "input"),
-    "dx rounded to 16 bits": (module, "backward_by_kernels", "stored.dtype", "torch.bfloat16", "input"),
-    "the activation rounded to 16 bits": (module, "_activation", "None, options, product", "None, options, torch.bfloat16).float(", "input"),
-    "the weight's gradient of d activation": (module, "_ActivationLinear.backward", "rows_of(activated)", "rows_of(row_gradients(dy, weight, False, None)[1])", "input"),
-    "needs in another order": (module, "_ActivationLinear.backward", " = need_dx, need_dactivation_bias, need_dtoken_weight", " = need_dx, need_dactivation_bias, False", "input"),
+    "the bias forgotten": (product, "PlainProduct.forward", "weight, bias, self.layout", "weight, None, self.layout", "input"),
+    "dx rounded to 16 bits": (activation_rows, "backward_by_kernels", "stored.dtype", "torch.bfloat16", "input"),
+    "the activation rounded to 16 bits": (activation_rows, "ActivationRows._activation", "None, self.options, self.dtype", "None, self.options, torch.bfloat16).float(", "input"),
+    "the weight's gradient of other rows": (product, "PlainProduct.start_input", "rows = made.rows", "rows = made.rows.flip(0)", "input"),
+    "needs in another order": (activation_rows, "ActivationRows.backward", "self.stored, needs,", "self.stored, (*needs[:2], False),", "input"),
 }
 
 
@@ -55,7 +56,7 @@ def test_copies_without_a_change_pass():
 
 
 def test_a_copy_that_keeps_more_is_caught():
-    broken = mutate(module, "_ActivationLinear.forward", "_activation_and_kept(x,", "_activation_and_kept(x * 1,")
+    broken = mutate(activation_rows, "ActivationRows._kept", "saved.pack(x,", "saved.pack(x * 1,", entry=module)
     x, weight, *_ = tensors()
     with saved_tensors() as kept:
         op(function=broken.activation_linear, backend="triton")(x, weight)

@@ -34,7 +34,8 @@ from onepass.testing.mutants import copy_package, mutate
 linear, norm_linear, activation_linear = (
     import_module(OPS[name].function.__module__) for name in ("linear", "norm_linear", "activation_linear")
 )
-norm_fp8, activation_fp8 = (import_module(f"onepass.ops.{family}.fp8_linear") for family in ("norm", "activation"))
+fp8, function = (import_module(f"onepass.product.{name}") for name in ("fp8", "function"))
+norm_rows, activation_rows = (import_module(f"onepass.ops.{name}.{name}_rows") for name in ("norm", "activation"))
 
 # ---- the contract of every op holds with precision too ----
 
@@ -328,40 +329,37 @@ def test_validate_changes_nothing(case):
 
 # ---- mutants ----
 
-MUTANTS = {
-    "bf16 where eight bits are asked for": (linear, "linear", "if fp8 is not None:", "if False:"),
+MUTANTS = {  # name: the op, where, what is there, what stands there instead
+    "bf16 where eight bits are asked for": (linear, function, "product_for", "if state is None:", "if True:"),
     "a norm's codes turned, with another scale": (
-        norm_linear,
-        "_backward_single",
-        "start_norm_operand(ctx.fp8,",
-        "start_norm_operand(ctx.fp8._replace(x_inverse=2 * ctx.fp8.x_inverse),",
+        norm_linear, norm_rows, "NormRows.transposed_codes", "*kept, target.scale", "*kept, 2 * target.scale",
     ),
-    "a norm's codes turned without its weight": (norm_fp8, "start_norm_operand", "op(h, norm_weight,", "op(h, None,"),
-    "x in the place of h": (norm_fp8, "norm_linear_fp8", "x if h is None else h, stats, call", "x, stats, call"),
-    "the gradient of the norm's output is lost": (norm_linear, "_backward_single", "through.add_(dnormed)", "through"),
-    "nothing noted": (norm_fp8, "_forward", "noted=keep", "noted=False"),
+    "a norm's codes turned without its weight": (
+        norm_linear, norm_rows, "NormRows.transposed_codes", "*kept, target", "kept[0], None, *kept[2:], target",
+    ),
+    "x in the place of h": (norm_linear, norm_rows, "NormRows.codes", "x if h is None else h,", "x,"),
+    "the gradient of the norm's output is lost": (
+        norm_linear, fp8, "FP8Call.output_gradient", "found.drows.add_(came)", "found.drows",
+    ),
+    "nothing noted": (norm_linear, fp8, "FP8Product.forward", "noted=needs is not None", "noted=False"),
     "an activation's codes turned without token weights": (
-        activation_fp8,
-        "_turned",
-        "None, x, bias, token_weight",
-        "None, x, bias, None",
+        activation_linear, activation_rows, "_transposed", "None, x, bias, token_weight", "None, x, bias, None",
     ),
-    "an activation without its bias": (activation_fp8, "_activation_codes", "(x, bias, token_weight,", "(x, None, token_weight,"),
+    "an activation without its bias": (
+        activation_linear, activation_rows, "ActivationRows._codes", "(x, bias, token_weight,", "(x, None, token_weight,",
+    ),
     "main_grad is not used": (
-        activation_linear,
-        "_ActivationLinear.forward",
-        "main_grads_of(ctx.needs_input_grad[3:], weight, bias)",
-        "(None, None)",
+        activation_linear, function, "_Linear.forward", "main_grad_of(weight) if needs[-2] else None", "None",
     ),
-}
+}  # fmt: skip
 
 
-def passes(function, backend):
+def passes(op, backend):
     """Whether a function passes, in the place of an op, what the tests above ask: of all of its cases."""
     for stock in CASES.values():
-        if stock.function.__name__ != function.__name__:
+        if stock.function.__name__ != op.__name__:
             continue
-        case = stock._replace(function=function)
+        case = stock._replace(function=op)
         tensors, dys = case.draw()
         exact = case.exact(tensors, dys)
         found = case.results(tensors, dys, precision="fp8", backend=backend)
@@ -384,10 +382,9 @@ def passes(function, backend):
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, backend):
-    module, *how = MUTANTS[name]
-    entry = {norm_fp8: norm_linear, activation_fp8: activation_linear}.get(module, module)
+    entry, *how = MUTANTS[name]
     op = entry.__name__.rpartition(".")[2]
-    assert not passes(getattr(mutate(module, *how, entry=entry), op), backend)
+    assert not passes(getattr(mutate(*how, entry=entry), op), backend)
 
 
 @needs_triton

@@ -7,8 +7,9 @@ import torch
 from ops.fp8_calls import decibels
 
 import onepass
-from onepass.gradients import fp8_compiled, fp8_linear, fp8_weight
+from onepass.gradients import fp8_weight
 from onepass.kernels.language import triton
+from onepass.product import function, in_graph
 from onepass.testing.mutants import mutate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -167,27 +168,28 @@ def test_under_autocast():
 
 
 MUTANTS = {
-    "scales are not copied": (fp8_compiled, "lent", "call.x_inverse.clone(), ", "call.x_inverse.clone() * 2, "),
-    "x's scale is another": (fp8_compiled, "CompiledFP8Call.start_input", "E4M3, self.x_scale", "E4M3, 4 * self.x_scale"),
-    "dy's scale is another": (fp8_compiled, "_output_gradient", "found.operand.inverse.clone()", "found.operand.inverse * 2"),
-    "magnitudes are not noted": (fp8_linear, "_forward_in_graph", "None, noted", "None, False"),
+    "x's inverse is another": (in_graph, "forward_in_graph", "call.x_inverse.clone(), ", "call.x_inverse.clone() * 2, "),
+    "x's scale is another": (in_graph, "CompiledFP8Product.forward_several", "E4M3, x_scale", "E4M3, 4 * x_scale"),
+    "dy's scale is another": (in_graph, "_output_gradient", "found.dy.inverse.clone()", "found.dy.inverse * 2"),
+    "magnitudes are not noted": (in_graph, "forward_in_graph", "if noted else None", "if not noted else None"),
     "an update is not seen": (fp8_weight, "FP8Weight.update", "not in (None, version) and", "is None and"),
 }  # fmt: skip
 
 
 def product(x, p, recipe, library):
     """What a graph runs of a product: a compiler would follow a copied package into the real one."""
-    return library.fp8_product(x, p["out"], None, library.CompiledFP8(recipe))
+    return library.multiply_rows(x, p["out"], None, library.CompiledFP8Product(recipe), x.dtype)
 
 
 def product_steps(library):
     p = {"out": parameters(torch.float32)["out"]}
-    return steps(partial(product, library=library), p, library.FP8Recipe(amax_history_len=2), dtype=torch.float32)
+    recipe = library.fp8_state.__globals__["FP8Recipe"]  # of a copied package
+    return steps(partial(product, library=library), p, recipe(amax_history_len=2), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
     p = {"out": parameters(torch.float32)["out"]}
     plain = steps(lambda x, p, recipe: onepass.linear(x, p["out"], precision=recipe), p, RECIPES["delayed"], dtype=torch.float32)
-    assert not alike(product_steps(fp8_linear), plain, 100)
-    assert alike(product_steps(mutate(*MUTANTS[name], entry=fp8_linear)), plain, 100)
+    assert not alike(product_steps(function), plain, 100)
+    assert alike(product_steps(mutate(*MUTANTS[name], entry=function)), plain, 100)

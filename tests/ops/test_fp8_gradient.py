@@ -9,7 +9,8 @@ import onepass
 from onepass.gradients import fp8_gradient
 from onepass.gradients.fp8_gradient import FP8Gradient
 from onepass.ops.activation import activation_linear as module
-from onepass.ops.activation import fp8_linear
+from onepass.ops.activation import activation_rows
+from onepass.ops.activation.activation_rows import ActivationRows
 from onepass.testing.mutants import mutate
 
 
@@ -58,7 +59,7 @@ class Layers:
 def handed(monkeypatch):
     """Counts gradients that are handed over, and those that are converted for others."""
     counts = {"handed": 0, "converted": 0}
-    backward, converted = module.activation_backward_fp8, FP8Gradient.converted
+    backward, converted = ActivationRows._backward_in_codes, FP8Gradient.converted
 
     def count(name, function):
         def run(*args):
@@ -67,7 +68,7 @@ def handed(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(module, "activation_backward_fp8", count("handed", backward))
+    monkeypatch.setattr(ActivationRows, "_backward_in_codes", count("handed", backward))
     monkeypatch.setattr(FP8Gradient, "converted", count("converted", converted))
     return counts
 
@@ -156,16 +157,17 @@ def test_checkpoints_and_second_runs_have_the_same_bits(backend):
 
 
 MUTANTS = {
-    "the codes of another gradient": ("activation_backward_fp8", "found.dx_turned, inverse", "found.dx_turned, 2 * inverse"),
-    "a bias without its gradient": ("activation_backward_fp8", "found.dbias, found.dtoken_weight", "None, found.dtoken_weight"),
-    "token weights without theirs": ("activation_backward_fp8", "found.dbias, found.dtoken_weight", "found.dbias, None"),
-    "the activation's own scale": ("activation_backward_fp8", "E4M3, ctx.fp8.x_scale", "E4M3, 2 * ctx.fp8.x_scale"),
+    "the codes of another gradient": ("found.dx_turned, inverse", "found.dx_turned, 2 * inverse"),
+    "a bias without its gradient": ("found.dbias, found.dtoken_weight", "None, found.dtoken_weight"),
+    "token weights without theirs": ("found.dbias, found.dtoken_weight", "found.dbias, None"),
+    "the activation's own scale": ("run(x_target, target,", "run(x_target, target._replace(scale=2 * target.scale),"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
-    layers = Layers("torch", function=mutate(fp8_linear, *MUTANTS[name], entry=module).activation_linear)
+    broken = mutate(activation_rows, "ActivationRows._backward_in_codes", *MUTANTS[name], entry=module)
+    layers = Layers("torch", function=broken.activation_linear)
     layers.run().backward(layers.dy)
     exact = layers.exact()
     grads = [leaf.grad for leaf in layers.leaves()]

@@ -8,11 +8,12 @@ from ops.fp8_calls import decibels
 from ops.test_fp8_compiled import RECIPES, recipes
 
 import onepass
-from onepass.gradients import fp8_compiled, fp8_updates
+from onepass.gradients import fp8_updates
 from onepass.gradients.packed_params import pack
 from onepass.kernels.language import triton
 from onepass.ops.norm import compiled_projections
 from onepass.ops.norm.formula import NormOptions
+from onepass.product import in_graph
 from onepass.testing.mutants import mutate
 
 pytestmark = [
@@ -187,16 +188,17 @@ def test_an_update_between_forward_and_backward_raises():
         y.sum().backward()
 
 
-BACKWARD, FORWARD = (compiled_projections, "_NormProjections.backward"), (compiled_projections, "norm_projections")
-OPERAND = "start_norm_operand(ctx.fp8, (*saved[:3], None, stats), ctx.norm, True, False)"
+BACKWARD, FORWARD = (compiled_projections, "_Projections.backward"), (compiled_projections, "_parts")
 MUTANTS = {
     "updates of the first alone are seen": (fp8_updates, "version_of", ", *[parameter._version for parameter in packed[1:]]", ""),
-    "copies that nobody recognises": (fp8_compiled, "one_of", "whole.packed = tensors", "whole.copied = tensors"),
-    "weights in another order": (fp8_compiled, "one_of", "concat_no_grad(tensors)", "concat_no_grad(tensors[::-1])"),
-    "biases left out": (*FORWARD, "recipe, len(weights), *weights, *biases)", "recipe, len(weights), *weights)"),
+    "copies that nobody recognises": (in_graph, "one_of", "whole.packed = tensors", "whole.copied = tensors"),
+    "weights in another order": (in_graph, "one_of", "concat_no_grad(tensors)", "concat_no_grad(tensors[::-1])"),
+    "biases left out": (*FORWARD, "[] if biases[0] is None else biases", "[]"),
     "products in sixteen bits": (compiled_projections, "_recipe", "recipe = recipe_of(precision)", "recipe = None"),
-    "gradients of x in the place of its norm's": (*BACKWARD, OPERAND, "start_operand(ctx.fp8, h, later=False)"),
-    "no gradient of the residual stream": (*BACKWARD, "dnormed, dh, h", "dnormed, None, h"),
+    "gradients of x in the place of its norm's": (
+        *BACKWARD, "start_input(prologue, kept,", "start_input(Rows(prologue.x_type, prologue.dtype), kept[:1],"
+    ),
+    "no gradient of the residual stream": (*BACKWARD, "drows, dx, of_inputs", "drows, None, of_inputs"),
 }  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from ops.calls import backends, relative
 from ops.fp8_calls import BF16, DEVICE, FP32, GRADIENT, OUTPUT, decibels
 
 import onepass
-from onepass.gradients import grouped
 from onepass.kernels import grouped_product
 from onepass.ops.activation import grouped as activation_grouped
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.ops.linear import grouped as linear_grouped
 from onepass.parallel import MainGrads
+from onepass.product import grouped
 from onepass.runtime.dispatch import TORCH
 from onepass.runtime.fp8 import E4M3, finite_amax, quantise, scale_for
 from onepass.testing.mutants import mutate

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import onepass
 import onepass.ops.norm.norm_linear as module
-from onepass.ops.norm import few_rows, kernels
+from onepass.ops.norm import few_rows, kernels, norm_rows
+from onepass.product import function, product
 from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import saved_tensors, unchanged
@@ -230,15 +231,15 @@ def test_explain(layer):
 # ---- broken copies, which a check above must catch ----
 
 MUTANTS = {
-    "no norm_bias": (module, "_norm_forward", "residual, norm_weight, norm_bias", "residual, norm_weight, None", "values"),
-    "the weight's gradient of x itself": (module, "_backward_single", "(normed.to", "(h.to", "values"),
+    "no norm_bias": (norm_rows, "NormRows.rows", "residual, norm_weight, norm_bias,", "residual, norm_weight, None,", "values"),
+    "the weight's gradient of x itself": (product, "PlainProduct.start_input", "rows = made.rows", "rows = kept[0]", "values"),
     "d norm(x) forgotten": (
-        module, "_through_linear",
-        "torch.addmm(dnormed.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values",
+        product, "PlainProduct.output_gradient",
+        "torch.addmm(came.reshape(rows.shape[0], weight.shape[1]), rows, weight)", "(rows @ weight)", "values",
     ),
-    "dx over the caller's gradient": (module, "_backward_single", "ours=dy is not None", "ours=True", "writes"),
+    "dx over the caller's gradient": (function, "_alone", "ours=dy is not None", "ours=True", "writes"),
     "few rows' y without its bias": (few_rows, "_row_gradient", "load_vector(bias_ptr, columns, columns < H)", "0.0", "values"),
-    "norm(x) kept in the place of x": (module, "_NormLinear.forward", "h, norm_weight", "normed, norm_weight", "values"),
+    "norm(x) kept in the place of x": (norm_rows, "NormRows.rows", "x if h is None else h,", "normed,", "values"),
 }
 
 

@@ -8,7 +8,9 @@ from ops.norm_oracle import BF16, DEVICE, FP32
 
 import onepass
 import onepass.ops.norm.norm_linear as module
+from onepass.ops.norm import norm_rows
 from onepass.parallel import DeferredWgrad
+from onepass.product import function
 from onepass.runtime import backend as registry
 from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
@@ -279,25 +281,28 @@ def test_another_backend_is_told(monkeypatch):
 # ---- broken copies, which a check above must catch ----
 
 MUTANTS = {
-    "h's gradient forgotten by the kernel": (module, "_through_norm", "dh if needs[0] else ", "", ("y", "h")),
-    "h's gradient forgotten where it is alone": (module, "_backward_single", "dh if needs[0] else ", "", ("h",)),
-    "h's gradient for norm(h)'s": (module, "_NormLinear.backward", "more[-1]", "more[0]", RETURN),
-    "x kept in the place of h": (module, "_NormLinear.forward", "h, norm_weight", "x, norm_weight", ("y",)),
-    "x normalised in the place of h": (
-        module, "_norm_forward",
-        "normed, x", "kernels.forward(x, None, norm_weight, norm_bias, options, keep)[0], x", ("y",),
+    "h's gradient forgotten by the kernel": (
+        norm_rows, "NormRows.backward", "vectors, drows, dh, *kept", "vectors, drows, None, *kept", ("y", "h"),
     ),
-    "x for h": (module, "_norm_forward", "x if h is None else h", "x", ("y", "h")),
-    "no gradient of the residual": (module, "_split", "dx, dh.to", "dx, 0 * dh.to", ("y",)),
-    "dx over d norm(h) of another type": (module, "_through_norm", "ours and dx_type == ctx.product", "ours", "wide residual"),
-}
+    "h's gradient forgotten where it is alone": (norm_rows, "NormRows.backward", "dx if of_h else None,", "None,", ("h",)),
+    "h's gradient for norm(h)'s": (function, "_Linear.backward", "more[-1]", "more[0]", RETURN),
+    "x normalised in the place of h": (
+        norm_rows, "NormRows.rows",
+        "cast(normed,", "cast(kernels.forward(x, None, norm_weight, norm_bias, self.options, False)[0],", ("y",),
+    ),
+    "x for h": (norm_rows, "NormRows.rows", "x if h is None else h", "x", ("y", "h")),
+    "no gradient of the residual": (norm_rows, "NormRows.backward", "dresidual = dh.to", "dresidual = 0 * dh.to", ("y",)),
+    "dx over d norm(h) of another type": (
+        norm_rows, "NormRows.backward", "ours and dh_type == self.dtype", "ours", "wide residual",
+    ),
+}  # fmt: skip
 
 
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_copy_is_caught(name):
     *change, used = MUTANTS[name]
-    broken = mutate(*change).norm_linear
+    broken = mutate(*change, entry=module).norm_linear
     if used == "wide residual":
         report = report_of(broken, BF16, True, True, RETURN, (4, 260), FP32, "triton")  # of fewer rows it is never written
         assert not report

@@ -13,10 +13,11 @@ from parallel.meeting import drawn, join
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.gradients import fp8_product, fp8_scales, fp8_weight
+from onepass.gradients import fp8_scales, fp8_weight
 from onepass.kernels import fp8_cast, fp8_turn, scaled_product
 from onepass.nn import MLP, ColumnParallelLinear, RowParallelLinear
 from onepass.parallel import DeferredWgrad, MainGrads
+from onepass.product import fp8 as fp8_product
 from onepass.testing.mutants import mutate
 
 S, B, K, N = 12, 3, 64, 128  # 36 rows, which are no multiple of 16, and neither is a rank's part
@@ -444,20 +445,22 @@ MUTANTS = {
     "a first scale of one rank": (fp8_scales, "FP8Scales.measure", "role in self._groups", "role is None"),
     "later scales of one rank": (fp8_scales, "FP8Scales.refresh", "self._groups.items()", "()"),
     "own rows of dx elsewhere": (
-        fp8_product, "FP8Call._gathered_output_gradient", "out=dx[M * rank : M * (rank + 1)]", "out=dx[:M].clone()",
+        fp8_product, "FP8Call._gathered_output_gradient", "out=drows[M * rank : M * (rank + 1)]", "out=drows[:M].clone()",
     ),
     "scales of the first rows": (fp8_weight, "FP8Operand.part", "self.inverse[first:last]", "self.inverse[: last - first]"),
     "16-bit rows at another scale": (fp8_product, "_cast_as", "1 / own.inverse", "2 / own.inverse"),
     "scales of the step to come": (fp8_product, "_DeferredFP8Product.__init__", "dy.inverse.clone()", "dy.inverse"),
     "x's scale of the step to come": (fp8_product, "_DeferredFP8Product.__init__", "x.inverse.clone()", "x.inverse"),
-    "y is not summed": (fp8_product, "fp8_forward", "start_sum(y, layout).wait()", "start_sum(y.clone(), layout).wait() * 0 + y"),
+    "y is not summed": (
+        fp8_product, "FP8Product.forward", "start_sum(y, layout).wait()", "start_sum(y.clone(), layout).wait() * 0 + y",
+    ),
     "x is this rank's": (fp8_product, "FP8Call.start_input", "coming.wait().turned()", "own.turned()"),
 }  # fmt: skip
 
 
 def judged(group, module):
     """Return the results of the mutant's `linear`, which the test compares with those of the real one."""
-    recipe_class = module.fp8_state.__globals__["FP8Recipe"]
+    recipe_class = module.product_for.__globals__["fp8_state"].__globals__["FP8Recipe"]
     found = {}
     for name in ("column, sequence", "row, sequence", "row"):
         for kind in ("delayed", "row", "16-bit wgrad"):

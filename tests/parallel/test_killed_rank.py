@@ -11,7 +11,7 @@ from parallel.worlds import WORLDS, started
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 START = 120  # seconds to import torch and meet, on a busy machine
-WHERE = {"linear": "gradients/product.py", "finish": "main_grads.finish()"}  # what the traceback shows
+WHERE = {"linear": "product/function.py", "finish": "main_grads.finish()"}  # what the traceback shows
 
 
 def end_of(world, scenario, folder, seconds=20):

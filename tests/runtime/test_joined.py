@@ -433,7 +433,7 @@ def test_a_pass_by_something_else_makes_no_product_for_them(monkeypatch, frozen)
     made[0].requires_grad_(not frozen)
     x = torch.randn(5, K, device=DEVICE, requires_grad=True)
     wanted = []
-    monkeypatch.setattr("onepass.gradients.product.weight_gradient", lambda *args: wanted.append(args[-1]))
+    monkeypatch.setattr("onepass.product.product.weight_gradient", lambda *args: wanted.append(args[-1]))
     torch.autograd.grad(onepass.norm_linear(x, None, concat(made)).sum(), x)
     torch.autograd.grad(onepass.norm_linear(x, None, concat(made)).sum(), made[1], allow_unused=True)
     assert [each.name for each in wanted] == ["RETURN"]

@@ -8,12 +8,17 @@ from torch.utils.checkpoint import checkpoint
 
 from onepass.gradients import main_grad as module
 from onepass.gradients.main_grad import GradRequest, add_gradient, main_grad_of, placeholder, vector_gradient, weight_gradient
-from onepass.gradients.product import linear_product
+from onepass.product.function import multiply_rows
+from onepass.product.product import PlainProduct
 from onepass.testing.poison import unchanged
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TYPES = (FP32, FP16, BF16)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def linear_product(x, weight, bias):
+    return multiply_rows(x, weight, bias, PlainProduct(), x.dtype)
 
 
 def operands(dtype, M=96, N=24, K=40):
@@ -162,7 +167,7 @@ def test_dgrad_then_wgrad_as_zero_bubble_schedules_do(monkeypatch):
     y = linear_product(h, weight, bias).sum()
     products = []
     real = module.weight_gradient
-    monkeypatch.setattr("onepass.gradients.product.weight_gradient", lambda *args: products.append(1) or real(*args))
+    monkeypatch.setattr("onepass.product.product.weight_gradient", lambda *args: products.append(1) or real(*args))
     (dx,) = torch.autograd.grad(y, h, retain_graph=True)
     assert not products
     dweight, dbias = torch.autograd.grad(y, (weight, bias))

@@ -245,6 +245,17 @@ class DeferredWgrad:
         return DeferredWgrad, (self.limit,)  # gradients belong to a step, not to a checkpoint
 
 
+def is_deferred(deferred: DeferredWgrad | None, weight: Tensor, request: GradRequest) -> bool:
+    """Whether backward keeps the operands of the weight's gradient instead of making it."""
+    return deferred is not None and deferred.takes(weight, request)
+
+
+def graph_break_if_deferred(deferred: DeferredWgrad | None) -> None:
+    """Break the graph in the forward of a Function that may defer a gradient: a compiled graph can't keep its operands."""
+    if deferred is not None and torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg="onepass: a compiled graph can't keep what a deferred gradient is made of")
+
+
 def _owner(weight: Any) -> Any:
     """Return the `MainGrads` that has the weight's main_grad, or None."""
     found = getattr(weight, "main_grads", None)

@@ -195,15 +195,9 @@ class FP8Weight:
         factors = scales.factors_of(role) if scales.stands(role) else scales.measure(role, run)
         return scales.target(role, factors, noted), factors.inverse
 
-    def input_operand(self, run: Pass, noted: bool) -> tuple[FP8Operand, Tensor | None]:
-        """Return the codes of x that a pass writes, and their scale where rows share one."""
-        if self.recipe.scaling == "row":
-            codes, inverse = run(FP8Target(E4M3))
-            assert inverse is not None
-            return FP8Operand(codes, inverse), None
-        target, inverse = self.target("input", run, noted=noted)
-        codes, _ = run(target)
-        return FP8Operand(codes, inverse), target.scale
+    def input_target(self, run: Callable[[FP8Target], object], noted: bool) -> tuple[FP8Target, Tensor | None]:
+        """Return what a pass writes codes of x for, and the inverse of the scale that rows share, if they do."""
+        return (FP8Target(E4M3), None) if self.recipe.scaling == "row" else self.target("input", run, noted=noted)
 
     def cast(
         self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False
@@ -235,7 +229,7 @@ def turned_weight(weight: Tensor, factors: FP8Factors | None) -> FP8Operand:
 
 
 class CompiledFP8(NamedTuple):
-    """Stands for a weight's state in a compiled graph, whose ops find the state when they run (gradients/fp8_compiled.py)."""
+    """Stands for a weight's state in a compiled graph, whose ops find the state when they run (product/in_graph.py)."""
 
     recipe: FP8Recipe
 

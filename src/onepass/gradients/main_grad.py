@@ -93,12 +93,12 @@ class GradRequest(Enum):
     SKIP = "not asked for"
 
 
-def grad_requests(ctx: Any, *given: bool) -> list[GradRequest]:
-    """Return what the running pass wants of the gradients of a Function's first arguments. `given`: which are not None.
+def grad_requests(ctx: Any, *given: bool, first: int = 0) -> list[GradRequest]:
+    """Return what the running pass wants of the gradients of a Function's tensors. `given`: which of them are not None.
 
-    PyTorch's `needs_input_grad` says only that some pass may want the gradient.
+    PyTorch's `needs_input_grad` says only that some pass may want the gradient. `first`: how many arguments come before them.
     """
-    needs = ctx.needs_input_grad
+    needs = ctx.needs_input_grad[first:] if first else ctx.needs_input_grad
     if torch.compiler.is_compiling():  # the registered op asks when it runs
         return [GradRequest.ACCUMULATE if need else GradRequest.SKIP for need in needs[: len(given)]]
     found = []

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import LOOKS_AT_A_STATE, state_in_graph
-from onepass.gradients.fp8_product import PRODUCT
 from onepass.gradients.fp8_scales import factors_of
-from onepass.gradients.fp8_weight import CompiledFP8, FP8Operand, multiply, turned_weight
-from onepass.gradients.main_grad import accumulates_elsewhere
+from onepass.gradients.fp8_weight import FP8Operand, multiply, turned_weight
+from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere
 from onepass.ops.activation import fp8
-from onepass.ops.activation.activations import find_activation
+from onepass.ops.activation.activation_rows import ActivationRows
+from onepass.ops.activation.activations import activation_of, find_activation
 from onepass.ops.activation.formula import ActivationOptions
-from onepass.ops.activation.fp8_linear import activation_linear_fp8
 from onepass.ops.activation.kernels import activation_unsupported
-from onepass.ops.norm import kernels
 from onepass.ops.norm.compiled_projections import use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
-from onepass.ops.norm.fp8_linear import compiled_norm_product, start_norm_operand
+from onepass.ops.norm.norm_rows import NormRows
 from onepass.parallel.tensor_parallel import rows_of
+from onepass.product.fp8 import PRODUCT
+from onepass.product.in_graph import LOOKS_AT_A_STATE, CompiledFP8Product, state_in_graph
+from onepass.runtime import saved
 from onepass.runtime.backend import choose
 from onepass.runtime.dispatch import fast_apply, not_twice_differentiable
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, fits_fp8, turned_width
@@ -85,36 +85,33 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, norm: NormOptions,
-        options: ActivationOptions, recipe: FP8Recipe, down: Tensor, *weights: Tensor,
+        ctx: Any, norm: NormRows, activation: ActivationRows, recipe: FP8Recipe, x: Tensor, norm_weight: Tensor | None,
+        norm_bias: Tensor | None, residual: Tensor | None, down: Tensor, *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        packed, h, stats, ctx.up = compiled_norm_product(
-            x, norm_weight, norm_bias, weights, [], residual, norm, True, x.dtype, True, recipe
-        )
-        y, ctx.down = activation_linear_fp8(
-            CompiledFP8(recipe), packed, None, None, down, None, options, True, x.dtype, None, True
-        )
-        ctx.norm, ctx.options, ctx.recipe, ctx.rows = norm, options, recipe, [weight.shape[0] for weight in weights]
-        ctx.save_for_backward(h, norm_weight, norm_bias, stats, packed, down, *weights)
+        product, needs = CompiledFP8Product(recipe), [True] * 6
+        inputs = x, norm_weight, norm_bias, residual
+        packed, _, kept, ctx.up = product.forward_several(norm, inputs, weights, [], needs)
+        y, _, _, ctx.down = product.forward(activation, (packed, None, None), down, None, needs)
+        ctx.norm, ctx.activation, ctx.recipe, ctx.rows = norm, activation, recipe, [weight.shape[0] for weight in weights]
+        ctx.save_for_backward(packed, down, *kept, *weights)
+        h = kept[0]
+        assert h is not None
         return y, h
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
-        h, norm_weight, norm_bias, stats, packed, down, *weights = ctx.saved_tensors
-        need_x, need_residual, need_weight, need_bias = ctx.needs_input_grad[:4]
-        dactivated, operand, _ = ctx.down.output_gradient(dy, down, True, True, later=False)
-        given = dactivated, packed, ctx.down.x_scale, weights, ctx.up.factors, ctx.options, ctx.recipe
-        dnormed, turned, inverse, activated = _up_gradient_op(*given)
+        packed, down, *rest = ctx.saved_tensors
+        kept, weights = rest[:4], rest[4:]
+        requests = [GradRequest.ACCUMULATE if need else GradRequest.SKIP for need in ctx.needs_input_grad[3:7]]
+        dactivated, operand = ctx.down.output_gradient(dy, None, None, True, True, later=False)
+        given = dactivated, packed, ctx.down.target.scale, weights, ctx.up.factors, ctx.activation.options, ctx.recipe
+        dnormed, transposed, inverse, activated = _up_gradient_op(*given)
         ddown = PRODUCT.returned(*operand, activated, ctx.down.x_inverse, down)
-        dx, dnorm_weight, dnorm_bias, _ = kernels.backward(
-            dnormed, dh, h, norm_weight, norm_bias, stats, ctx.norm,
-            need_x or need_residual, need_weight, need_bias, h.dtype, False,
-        )  # fmt: skip
-        normed = start_norm_operand(ctx.up, (h, norm_weight, norm_bias, None, stats), ctx.norm, True, False)()
-        dweights = PRODUCT.returned(turned, inverse, *normed, weights[0]).split(ctx.rows)
-        dx, dresidual = dx if need_x else None, dx if need_residual else None
-        return dx, dresidual, dnorm_weight, dnorm_bias, None, None, None, ddown, *dweights
+        made = ctx.norm.backward(kept, None, dnormed, dh, requests, ours=False)
+        normed = ctx.up.start_input(ctx.norm, kept, made, later=False)()
+        dweights = PRODUCT.returned(transposed, inverse, *normed, weights[0]).split(ctx.rows)
+        return None, None, None, *made.inputs, ddown, *dweights
 
 
 _apply = fast_apply(_GatedMLP)
@@ -149,5 +146,10 @@ def gated_mlp(
     recipe, options = recipe_of(precision), ActivationOptions(find_activation(activation).key, None, None)
     assert recipe is not None
     check_fp8(x, down)
-    y: tuple[Tensor, Tensor] = _apply(x, residual, norm_weight, norm_bias, norm, options, recipe, down, *weights)
+    prologue = NormRows(norm, True, (False, True), x.dtype, None if residual is None else residual.dtype, x.dtype)
+    stored = saved.SavedFormat("input", x.dtype, x.device, activation_of(options.activation).parts)
+    activated = ActivationRows(options, True, stored, x.dtype)
+    y: tuple[Tensor, Tensor] = _apply(
+        prologue, activated, recipe, x, norm_weight, norm_bias, residual, down, *weights
+    )  # fmt: skip
     return y

@@ -67,7 +67,7 @@ MOVED = {
     "parallel.main_grads": "gradients.main_grads",
     "parallel.master_weights": "gradients.master_weights",
     "parallel.module_tree": "gradients.module_tree",
-    "parallel.product": "gradients.product",
+    "parallel.product": "product.product",
     "parallel.sequence_parallel": "gradients.sequence_parallel",
     "parallel.vocabulary": "parallel.vocab_shards",
     "parallel.weights": "gradients.gathered_weights",

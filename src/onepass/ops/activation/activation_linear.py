@@ -17,9 +17,6 @@ Eight bits: the activation goes from fp32 to codes, in its own pass, and backwar
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,48 +24,21 @@ from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_gradient import fp8_taker
-from onepass.gradients.fp8_linear import fp8_product
-from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight, describe_formula, describe_fp8, fp8_state
-from onepass.gradients.main_grad import (
-    GradRequest,
-    accumulates_elsewhere,
-    grad_requests,
-    main_grads_of,
-    name_written,
-)
-from onepass.gradients.product import (
-    describe_products,
-    graph_break_if_deferred,
-    is_deferred,
-    linear_gradients,
-    linear_product,
-)
-from onepass.gradients.vectors import KernelTargets, VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grad
+from onepass.gradients.fp8_weight import describe_formula, describe_fp8
+from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.ops.activation import kernels
-from onepass.ops.activation.activations import Activation, activation_of, find_activation
+from onepass.ops.activation.activation_rows import ActivationRows, activation_by_formula
+from onepass.ops.activation.activations import Activation, find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
-from onepass.ops.activation.fp8_linear import (
-    Needs,
-    activation_backward_fp8,
-    activation_linear_fp8,
-    start_activation_operand,
-)
 from onepass.ops.activation.sharding import shard_activation_linear
-from onepass.parallel.tensor_parallel import (
-    TPLayout,
-    check_divisible,
-    column_sums,
-    row_gradients,
-    rows_of,
-    tp_layout,
-    tp_product,
-)
+from onepass.parallel.tensor_parallel import check_divisible, tp_layout, tp_product
+from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
+from onepass.product.product import Product, describe_products
 from onepass.runtime import saved
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
-from onepass.runtime.formula import run_formula
+from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
@@ -90,184 +60,21 @@ def activation_linear_reference(
     return F.linear(activation_formula(x, activation_bias, token_weight, options).to(x.dtype), weight, bias)
 
 
-# ---- the activation by kernels, or by the formula where there are none ----
-
-
-def _activation(
-    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions,
-    use_triton: bool, product: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Return the activation in the product's type."""
-    if use_triton:
-        return kernels.forward(x, bias, token_weight, None, None, options, product)  # type: ignore[no-any-return]
-    return activation_by_formula(x, bias, token_weight, options, product)
-
-
-def activation_by_formula(
-    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, product: torch.dtype,
-    save: str = "input",
-) -> Tensor:  # fmt: skip
-    """The same by PyTorch, over blocks of rows on a CPU. It can be differentiated, and keeps x only."""
-    formula = partial(_rounded_formula, options=options, product=product)
-    parts = activation_of(options.activation).parts
-    result: Tensor = run_formula(formula, save, x, shared=(bias,), per_row=(token_weight,), parts=parts)
-    return result
-
-
-def _rounded_formula(
-    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, *, options: ActivationOptions, product: torch.dtype
-) -> Tensor:
-    return cast(activation_formula(x, bias, token_weight, options), product)
-
-
-def _activation_and_kept(
-    x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions, use_triton: bool,
-    product: torch.dtype, stored: saved.SavedFormat,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Return the activation and what backward keeps of x: in fp8 the codes and exponents that the kernel makes as it reads x."""
-    if use_triton and stored.save == "fp8":
-        activated, *kept = kernels.forward_fp8(x, bias, token_weight, None, options, product)
-        return activated, tuple(kept)
-    return _activation(x, bias, token_weight, options, use_triton, product), saved.pack(x, stored)
-
-
-def backward_by_kernels(
-    grads: VectorGrads | None, dy: Tensor | None, kept: tuple[Tensor, ...], bias: Tensor | None, token_weight: Tensor | None,
-    options: ActivationOptions, stored: saved.SavedFormat, needs: Needs, product: torch.dtype | None,
-) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return what the kernel added to, the needed gradients of x, bias and token_weight, and the activation, if `product` is its
-    type.
-
-    dy belongs to the caller alone: the activation is written over it.
-    """
-    x, exponents = kept if stored.save == "fp8" else (saved.unpack(kept, stored), None)
-    if dy is None:
-        assert product is not None
-        return None, None, None, None, kernels.rebuild_activation(x, exponents, bias, token_weight, options, product)
-    into, found = kernels.backward_into(
-        grads, dy, x, exponents, bias, token_weight, None, None, options, *needs, False, stored.dtype, product, into_dy=True
-    )
-    return into, *found[:4]
-
-
-def backward_by_formula(
-    grads: VectorGrads | None, dy: Tensor | None, kept: tuple[Tensor, ...], bias: Tensor | None, token_weight: Tensor | None,
-    options: ActivationOptions, stored: saved.SavedFormat, needs: Needs, product: torch.dtype | None,
-) -> tuple[KernelTargets | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The same by PyTorch, which adds to no main_grad."""
-    if grads is not None:
-        (bias,) = grads.wide(bias)
-    given = saved.unpack(kept, stored), bias, token_weight
-    if dy is None:
-        assert product is not None
-        return None, None, None, None, activation_by_formula(*given, options, product)
-    leaves: list[Any] = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
-    with torch.enable_grad():
-        activated = activation_by_formula(leaves[0], leaves[1], leaves[2], options, dy.dtype)
-    found = iter(torch.autograd.grad(activated, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad], dy))
-    dx, dbias, dtoken_weight = (next(found) if need else None for need in needs)
-    return None, dx, dbias, dtoken_weight, activated.detach()
-
-
 def _traced(
     x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
-    options: ActivationOptions, save: str, layout: TPLayout | None, deferred: DeferredWgrad | None, state: Any,
+    options: ActivationOptions, save: str, product: Product,
 ) -> Tensor:  # fmt: skip
     """Run the formula for a compiler or a transform: only how gradients get to main_grad and other ranks is opaque to it.
 
     A product in eight bits is opaque too. It takes the activation in fp32, which is rounded once.
     """
-    if state is not None:
-        activated = activation_by_formula(x, activation_bias, token_weight, options, torch.float32, save)
-        return fp8_product(activated, weight, bias, state, layout, deferred, product_type(x))
-    activated = activation_by_formula(x, activation_bias, token_weight, options, product_type(x), save)
-    if layout is not None or (not under_functorch() and (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))):
-        return linear_product(activated, weight, bias, layout, deferred)
-    return tp_product(activated, weight, bias, None)
-
-
-# ---- autograd ----
-
-
-class _ActivationLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
-        options: ActivationOptions, use_triton: bool, product: torch.dtype, save: str,
-        layout: TPLayout | None, deferred: DeferredWgrad | None, state: FP8Weight | CompiledFP8 | None, taker: FP8Weight | None,
-    ) -> Tensor:  # fmt: skip
-        graph_break_if_deferred(deferred)
-        ctx.options, ctx.use_triton, ctx.product, ctx.layout, ctx.deferred = options, use_triton, product, layout, deferred
-        ctx.stored = saved.saved_format(x, save, activation_of(options.activation).parts)
-        ctx.parameters, ctx.main_grads = (weight, bias), main_grads_of(ctx.needs_input_grad[3:], weight, bias)
-        ctx.vectors = saved_vectors(ctx, 1, activation_bias)
-        kept: tuple[Tensor, ...] = ()
-        ctx.fp8 = None
-        if state is not None:
-            ctx.taker = taker
-            y, ctx.fp8 = activation_linear_fp8(
-                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, True
-            )
-            kept = saved.pack(x, ctx.stored) if any(ctx.needs_input_grad[:4]) else ()
-        elif any(ctx.needs_input_grad[:4]):
-            activated, kept = _activation_and_kept(x, activation_bias, token_weight, options, use_triton, product, ctx.stored)
-        else:  # the bias alone asks
-            activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
-        ctx.save_for_backward(activation_bias, token_weight, weight, *kept)
-        return writable(tp_product(activated, weight, bias, layout) if state is None else y)
-
-    @staticmethod
-    @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        activation_bias, token_weight, weight, *kept = ctx.saved_tensors
-        requests = grad_requests(
-            ctx, True, activation_bias is not None, token_weight is not None, True, ctx.parameters[1] is not None
-        )
-        need_dx, need_dactivation_bias, need_dtoken_weight, need_dweight, need_dbias = (
-            each is not GradRequest.SKIP for each in requests
-        )
-        needs = need_dx, need_dactivation_bias, need_dtoken_weight
-        keep = rows = into = dx = dactivation_bias = dtoken_weight = operand = y_codes = None
-        vectors = vector_grads(ctx.vectors, requests[1:2])
-        sums = column_sums(dy) if need_dbias else None
-        later = is_deferred(ctx.deferred, ctx.parameters[0], requests[3])
-        if any(needs) or need_dweight:
-            activated = None
-            if ctx.fp8 is None:
-                through = cast(weight, ctx.product) if any(needs) else None
-                whole_dy, dactivated = row_gradients(dy, through, need_dweight and not later, ctx.layout)
-            else:
-                dactivated, operand, whole_dy = ctx.fp8.output_gradient(dy, weight, any(needs), need_dweight, later=later)
-            backward = backward_by_kernels if ctx.use_triton else backward_by_formula
-            rebuild = ctx.product if need_dweight and operand is None else None
-            if operand is not None and need_dx and ctx.taker is not None:
-                x = saved.unpack(tuple(kept), ctx.stored)
-                dx, dactivation_bias, dtoken_weight, y_codes = activation_backward_fp8(
-                    ctx, vectors, dactivated, x, activation_bias, token_weight, needs
-                )
-            elif dactivated is not None or rebuild is not None:
-                into, dx, dactivation_bias, dtoken_weight, activated = backward(
-                    vectors, dactivated, tuple(kept), activation_bias, token_weight, ctx.options, ctx.stored, needs, rebuild
-                )
-            if operand is None and later:
-                keep = partial(ctx.deferred.keep, dy, activated, ctx.parameters[0], ctx.main_grads[0], ctx.layout)
-            elif operand is None and need_dweight:
-                assert activated is not None
-                rows = rows_of(whole_dy), rows_of(activated)
-        pending = () if vectors is None else vectors.pending(into, dactivation_bias)
-        with name_written([] if into is None else ["activation_bias"]):
-            if operand is not None:
-                given = saved.unpack(tuple(kept), ctx.stored), activation_bias, token_weight, ctx.options, ctx.use_triton
-                start = start_activation_operand(ctx.fp8, *given, y_codes, later)
-                place = ctx.parameters[0], ctx.main_grads[0], requests[3], ctx.deferred if later else None
-                keep = partial(ctx.fp8.weight_gradient, operand, start, *place)
-            dweight, dbias, *put = linear_gradients(ctx.parameters, ctx.main_grads, requests[3:], sums, rows, keep, pending)
-        if vectors is not None:
-            (dactivation_bias,) = vectors.autograd_grads(into, put)
-        return dx, dactivation_bias, dtoken_weight, dweight, dbias, None, None, None, None, None, None, None, None
-
-
-_apply = fast_apply(_ActivationLinear)
+    dtype = product_type(x)
+    rows = activation_by_formula(
+        x, activation_bias, token_weight, options, torch.float32 if product.takes_unrounded else dtype, save
+    )  # fmt: skip
+    if is_plain(product, weight, bias):
+        return tp_product(rows, weight, bias, None)
+    return multiply_rows(rows, weight, bias, product, dtype)
 
 
 # ---- the public function: say what is wrong, choose who does it, return ----
@@ -363,25 +170,15 @@ def activation_linear(
             tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
         )  # fmt: skip
     use_triton = chosen == "triton" and x.numel() > 0
-    state = fp8_state(precision, x, weight, layout)
-    traced = chosen == "torch" and (torch.compiler.is_compiling() or under_functorch())  # these choose by themselves what to keep
-    activation_bias = (with_fp32_grad if traced else contiguous_param)(activation_bias)
+    product = product_for(precision, x, weight, layout, deferred)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
-    if traced:
-        return _traced(x, activation_bias, token_weight, weight, bias, options, save, layout, deferred, state)
-    token_weight = None if token_weight is None else token_weight.contiguous()
-    product = product_type(x)
-    if not needs_grad(x, activation_bias, token_weight, weight, bias):
-        if state is not None:
-            return activation_linear_fp8(
-                state, x, activation_bias, token_weight, weight, bias, options, use_triton, product, layout, False
-            )[0]
-        activated = _activation(x, activation_bias, token_weight, options, use_triton, product)
-        return tp_product(activated, weight, bias, layout)
-    return _apply(  # type: ignore[no-any-return]
-        x, activation_bias, token_weight, weight, bias, options, use_triton, product, save, layout, deferred, state,
-        None if state is None else fp8_taker(x),
-    )  # fmt: skip
+    if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
+        return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product)
+    stored = saved.saved_format(x, save, act.parts)
+    consumer = fp8_taker(x) if product.takes_unrounded else None
+    prologue = ActivationRows(options, use_triton, stored, product_type(x), consumer)
+    inputs = x, contiguous_param(activation_bias), None if token_weight is None else token_weight.contiguous()
+    return run_linear(prologue, product, inputs, weight, bias)  # type: ignore[no-any-return]
 
 
 define_op(

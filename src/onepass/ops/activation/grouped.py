@@ -15,74 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_weight import FP8Operand
-from onepass.gradients.grouped import (
-    fp8_grouped_forward,
-    fp8_input_gradient_op,
-    graph_break_before_2_10,
-    grouped_linear_product,
-    grouped_weight_gradient,
-    unfit_for_grouped_fp8,
-)
-from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of
-from onepass.ops.activation import fp8, kernels
-from onepass.ops.activation.activation_linear import activation_by_formula, backward_by_formula, backward_by_kernels
-from onepass.ops.activation.activations import activation_of
+from onepass.ops.activation import kernels
+from onepass.ops.activation.activation_rows import ActivationRows, activation_by_formula
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.product.grouped import multiply_grouped_rows, run_grouped_linear, unfit_for_grouped_fp8
 from onepass.runtime import saved
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
-from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.fp8_recipe import Precision
-
-
-def _forward(
-    x: Tensor, token_weight: Tensor | None, weight: Tensor, ends: Tensor, options: ActivationOptions, use_triton: bool,
-    product: torch.dtype,
-) -> Tensor:  # fmt: skip
-    codes, inverse = fp8.activation_codes(x, None, token_weight, options, FP8Target(E4M3), use_triton=use_triton)
-    assert inverse is not None
-    return fp8_grouped_forward(FP8Operand(codes, inverse), weight, ends, product)
-
-
-class _ActivationGroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, token_weight: Tensor | None, weight: Tensor, ends: Tensor, options: ActivationOptions,
-        use_triton: bool, product: torch.dtype, save: str,
-    ) -> Tensor:  # fmt: skip
-        graph_break_before_2_10()
-        ctx.weight, ctx.main_grad = weight, main_grads_of(ctx.needs_input_grad[2:], weight)[0]
-        ctx.options, ctx.use_triton, ctx.product = options, use_triton, product
-        ctx.stored = saved.saved_format(x, save, activation_of(options.activation).parts)
-        ctx.save_for_backward(token_weight, weight, ends, *saved.pack(x, ctx.stored))
-        return _forward(x, token_weight, weight, ends, options, use_triton, product)
-
-    @staticmethod
-    @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        token_weight, weight, ends, *kept = ctx.saved_tensors
-        requests = grad_requests(ctx, True, token_weight is not None, True)
-        need_dx, need_dtoken_weight, need_dweight = (each is not GradRequest.SKIP for each in requests)
-        dy = dy.contiguous()  # PyTorch's product takes no expanded tensor
-        dactivated = fp8_input_gradient_op(dy, weight, ends) if need_dx or need_dtoken_weight else None
-        needs, rebuild = (need_dx, False, need_dtoken_weight), ctx.product if need_dweight else None
-        if dactivated is None and rebuild is None:
-            return (None,) * 8
-        run = backward_by_kernels if ctx.use_triton else backward_by_formula
-        _, dx, _, dtoken_weight, activated = run(
-            None, dactivated, tuple(kept), None, token_weight, ctx.options, ctx.stored, needs, rebuild
-        )
-        dweight = None
-        if need_dweight:
-            assert activated is not None
-            dweight = grouped_weight_gradient(dy, activated, ends, ctx.weight, ctx.main_grad, requests[2])
-        return dx, dtoken_weight, dweight, None, None, None, None, None
-
-
-_apply = fast_apply(_ActivationGroupedLinear)
 
 
 def activation_grouped_linear(
@@ -111,13 +52,10 @@ def activation_grouped_linear(
     if not in_fp8 or chosen not in NATIVE:
         given: dict[str, Any] = {"clamp": clamp, "linear_offset": linear_offset, "save": save}
         a = bias_activation(x, None, activation, token_weight=token_weight, **given)
-        return grouped_linear_product(a, weight, ends, product_type(a), in_fp8)
+        return multiply_grouped_rows(a, weight, ends, product_type(a), in_fp8)
     if torch.compiler.is_compiling():  # rounded once, as an uncompiled call does
         a = activation_by_formula(x, None, token_weight, options, torch.float32, save)
-        return grouped_linear_product(a, weight, ends, product, in_fp8)
-    token_weight = None if token_weight is None else token_weight.contiguous()
-    use_triton = chosen == "triton"
-    if not needs_grad(x, token_weight, weight):
-        return _forward(x, token_weight, weight, ends, options, use_triton, product)
-    y: Tensor = _apply(x, token_weight, weight, ends, options, use_triton, product, save)
-    return y
+        return multiply_grouped_rows(a, weight, ends, product, in_fp8)
+    prologue = ActivationRows(options, chosen == "triton", saved.saved_format(x, save, act.parts), product)
+    inputs = x, None, None if token_weight is None else token_weight.contiguous()
+    return run_grouped_linear(prologue, inputs, weight, ends, in_fp8=True)

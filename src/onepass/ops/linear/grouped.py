@@ -5,14 +5,14 @@ Shapes   x [M, K], weight [E, N, K], y [M, N]; ends [E] int32: where each expert
 Saves    x and the weight.
 Numbers  the weight's gradient has fp32 sums. PyTorch's grouped product rounds it once before it is added to main_grad; the loop
          over experts adds each product to main_grad directly.
-Eight bits: gradients/grouped.py. Forward and backward cast rows, 3 bytes a number of 16-bit x and dy.
+Eight bits: product/grouped.py. Forward and backward cast rows, 3 bytes a number of 16-bit x and dy.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from onepass.gradients.grouped import grouped_linear_product, unfit_for_grouped_fp8
+from onepass.product.grouped import multiply_grouped_rows, unfit_for_grouped_fp8
 from onepass.runtime.autocast import product_type
 from onepass.runtime.fp8_recipe import Precision
 
@@ -26,4 +26,4 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, precision: Precision
     """
     product = product_type(x)
     in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
-    return grouped_linear_product(x, weight, ends, product, in_fp8)
+    return multiply_grouped_rows(x, weight, ends, product, in_fp8)

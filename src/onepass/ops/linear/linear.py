@@ -5,7 +5,7 @@ Shapes   x [..., K], weight [N, K], bias [N], y [..., N]. Over ranks: parallel/t
 Saves    x where the weight needs a gradient, and the weight where x does; nothing that is made here.
 Bytes    the product adds into main_grad, which it reads and writes once. Nothing of the gradient's size is allocated, and no
          pass adds it afterwards (read, read, write).
-Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on, or in eight bits (gradients/fp8_product.py).
+Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on, or in eight bits (product/fp8.py).
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_linear import fp8_product
-from onepass.gradients.fp8_weight import describe_formula, describe_fp8, fp8_state
+from onepass.gradients.fp8_weight import describe_formula, describe_fp8
 from onepass.gradients.main_grad import accumulates_elsewhere
-from onepass.gradients.product import linear_product
 from onepass.ops.linear.sharding import shard_linear
 from onepass.parallel.collectives import group_of_several
 from onepass.parallel.tensor_parallel import check_divisible, tp_layout
+from onepass.product.function import is_plain, multiply_rows, product_for
 from onepass.runtime.autocast import product_type, under_autocast
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear
-from onepass.runtime.dispatch import cast, under_functorch
+from onepass.runtime.dispatch import cast
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
@@ -132,14 +131,11 @@ def linear(
             "linear", chosen, x, weight, bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
             sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
         )  # fmt: skip
-    fp8 = fp8_state(precision, x, weight, layout)
-    own = accumulates_elsewhere(weight) or accumulates_elsewhere(bias)
-    if fp8 is None and layout is None and (under_functorch() or not own):
+    product = product_for(precision, x, weight, layout, deferred)
+    if is_plain(product, weight, bias):
         return F.linear(x, weight, bias)  # PyTorch's own does all that remains
     x = cast(x, product_type(x)) if under_autocast(x) else x
-    if fp8 is not None:
-        return fp8_product(x, weight, bias, fp8, layout, deferred)
-    return linear_product(x, weight, bias, layout, deferred)
+    return multiply_rows(x, weight, bias, product, x.dtype)
 
 
 define_op(

@@ -7,23 +7,23 @@ given all of the weights, and take them as one where they lie together when they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.gradients.fp8_compiled import CompiledFP8Call
-from onepass.gradients.fp8_linear import compiled_product, start_operand
-from onepass.gradients.fp8_product import PRODUCT
-from onepass.gradients.fp8_weight import FP8Operand
-from onepass.gradients.main_grad import accumulates_elsewhere
+from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions
-from onepass.ops.norm.fp8_linear import compiled_norm_product, start_norm_operand
+from onepass.ops.norm.norm_rows import NormRows
 from onepass.parallel.tensor_parallel import column_sums, input_gradient, rows_of
+from onepass.product.fp8 import PRODUCT
+from onepass.product.in_graph import CompiledFP8Product
+from onepass.product.prologue import Prologue
+from onepass.product.rows import Rows
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import choose
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, registered, under_functorch
@@ -60,99 +60,71 @@ _gradient_op = registered(
 
 class _Projections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, recipe: FP8Recipe | None, count: int, *parameters: Tensor) -> Tensor:
-        """`parameters`: so many weights, and as many biases or none."""
-        weights, biases = parameters[:count], parameters[count:]
-        y: Tensor
+    def forward(ctx: Any, prologue: Prologue, recipe: FP8Recipe | None, count: int, *tensors: Tensor | None) -> Any:
+        """Return y, and then what stands for x where the prologue returns it.
+
+        `tensors`: the prologue's inputs, `count` weights, and as many biases.
+        """
+        inputs, weights, biases = _parts(tensors, count)
+        needs = ctx.needs_input_grad[_FIRST:]
+        ctx.prologue, ctx.rows = prologue, [weight.shape[0] for weight in weights]
         if recipe is None:
-            y, ctx.fp8 = _product_op(x, weights, biases), None
+            rows, kept = prologue.rows(inputs, needs)
+            y, ctx.call = _product_op(rows, weights, biases), None
         else:
-            y, ctx.fp8 = compiled_product(x, weights, biases, recipe, x.dtype, True)
-        ctx.rows = [weight.shape[0] for weight in weights]
-        ctx.save_for_backward(x, *weights)
-        return y
+            y, _, kept, ctx.call = CompiledFP8Product(recipe).forward_several(prologue, inputs, weights, biases, needs)
+        ctx.has_biases = bool(biases)
+        ctx.save_for_backward(*weights, *kept)
+        return (y, kept[0]) if prologue.returns[1] else y
 
     @staticmethod
     @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        need_x, _, _, *needs = ctx.needs_input_grad
-        dx, operand = _output_gradient(ctx.fp8, dy, weights, need_x, needs)
-        of_x = None if operand is None else start_operand(ctx.fp8, x, later=False)
-        return dx, None, None, *_parameters_gradients(dy, x, operand, of_x, weights, ctx.rows, needs)
-
-
-class _NormProjections(torch.autograd.Function):
-    """y, and what came to the norm: the sum of x and the residual, or x itself."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        norm: NormOptions,
-        recipe: FP8Recipe | None,
-        count: int,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        weights, biases = parameters[:count], parameters[count:]
-        if recipe is None:
-            normed, h, stats = kernels.forward(x, residual, norm_weight, norm_bias, norm, True)
-            y, h, ctx.fp8 = _product_op(normed, weights, biases), x if h is None else h, None
+    def backward(ctx: Any, dy: Tensor, dx: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        count, call, prologue = len(ctx.rows), ctx.call, ctx.prologue
+        weights, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        requests = [GradRequest.ACCUMULATE if need else GradRequest.SKIP for need in ctx.needs_input_grad[_FIRST:]]
+        of_inputs, of_weights = requests[: -2 * count], requests[-2 * count : -count]
+        asks_inputs, asks_weights = (any([each is not GradRequest.SKIP for each in some]) for some in (of_inputs, of_weights))
+        if call is None:
+            drows, dy_operand, target = _gradient_op(dy, weights) if asks_inputs else None, dy, None
         else:
-            y, h, stats, ctx.fp8 = compiled_norm_product(
-                x, norm_weight, norm_bias, weights, biases, residual, norm, True, x.dtype, True, recipe
-            )
-        ctx.norm, ctx.rows = norm, [weight.shape[0] for weight in weights]
-        ctx.save_for_backward(h, norm_weight, norm_bias, stats, *weights)
-        return y, h
-
-    @staticmethod
-    @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
-        h, norm_weight, norm_bias, stats, *weights = saved = ctx.saved_tensors
-        need_x, need_residual, need_weight, need_bias, _, _, _, *needs = ctx.needs_input_grad
-        dnormed, operand = _output_gradient(ctx.fp8, dy, weights, True, needs)
-        rebuild = operand is None and any(needs[: len(weights)])
-        dx, dnorm_weight, dnorm_bias, normed = kernels.backward(
-            dnormed, dh, h, norm_weight, norm_bias, stats, ctx.norm,
-            need_x or need_residual, need_weight, need_bias, h.dtype, rebuild,
-        )  # fmt: skip
-        of_norm = None if operand is None else start_norm_operand(ctx.fp8, (*saved[:3], None, stats), ctx.norm, True, False)
-        parameters = _parameters_gradients(dy, normed, operand, of_norm, weights, ctx.rows, needs)
-        dx, dresidual = dx if need_x else None, dx if need_residual else None
-        return dx, dresidual, dnorm_weight, dnorm_bias, None, None, None, *parameters
+            drows, dy_operand = call.output_gradient(dy, None, None, asks_inputs, asks_weights, later=False)
+            target = call.target
+        made = prologue.backward(kept, None, drows, dx, of_inputs, rebuild=asks_weights and target is None)
+        dweights: Sequence[Tensor | None] = [None] * count
+        if asks_weights and target is None:
+            assert made.rows is not None
+            dweights = (rows_of(dy).t() @ rows_of(made.rows)).split(ctx.rows)
+        elif asks_weights:
+            operand = call.start_input(prologue, kept, made, later=False)()
+            dweights = PRODUCT.returned(*dy_operand, *operand, weights[0]).split(ctx.rows)
+        grads = [*made.inputs, *dweights]
+        if ctx.has_biases and any(ctx.needs_input_grad[-count:]):
+            grads += column_sums(dy).to(dy.dtype).split(ctx.rows)
+        else:
+            grads += [None] * count
+        asked = zip(grads, requests, strict=True)
+        return None, None, None, *[None if request is GradRequest.SKIP else grad for grad, request in asked]
 
 
-def _output_gradient(
-    fp8: CompiledFP8Call | None, dy: Tensor, weights: Sequence[Tensor], need_x: bool, needs: Sequence[bool]
-) -> tuple[Tensor | None, FP8Operand | None]:
-    """Return the gradient of the product's input, and what its weights' gradient takes of dy in eight bits."""
-    if fp8 is None:
-        return _gradient_op(dy, weights) if need_x else None, None
-    found = fp8.output_gradient(dy, weights[0], need_x, any(needs[: len(weights)]), later=False)
-    return found.dx, found.operand
+_FIRST = 3  # arguments before the tensors
+_apply = fast_apply(_Projections)
 
 
-def _parameters_gradients(
-    dy: Tensor, x: Tensor | None, operand: FP8Operand | None, of_x: Callable[[], FP8Operand] | None, weights: Sequence[Tensor],
-    rows: list[int], needs: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
-    """Of the weights, and of as many biases or none. Weights' are of the operands in eight bits, or of x."""
-    count = len(rows)
-    grads: list[Tensor | None] = [None for _ in needs]
-    if operand is not None and of_x is not None:
-        grads[:count] = PRODUCT.returned(*operand, *of_x(), weights[0]).split(rows)
-    elif any(needs[:count]) and x is not None:
-        grads[:count] = (rows_of(dy).t() @ rows_of(x)).split(rows)
-    if any(needs[count:]):
-        grads[count:] = column_sums(dy).to(dy.dtype).split(rows)
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+def _parts(tensors: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Tensor], Sequence[Tensor]]:
+    """Return the inputs, the weights and the biases, or none."""
+    biases = tensors[-count:]
+    return tensors[: -2 * count], tensors[-2 * count : -count], [] if biases[0] is None else biases
 
 
-_apply, _apply_norm = fast_apply(_Projections), fast_apply(_NormProjections)
+def _run(
+    prologue: Prologue, recipe: FP8Recipe | None, inputs: Sequence[Tensor | None], weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+) -> Any:  # fmt: skip
+    if recipe is not None and not needs_grad(*inputs, *weights, *biases):
+        y, _, kept, _ = CompiledFP8Product(recipe).forward_several(prologue, inputs, weights, biases, None)
+        return (y, kept[0]) if prologue.returns[1] else y
+    return _apply(prologue, recipe, len(weights), *inputs, *weights, *(biases or (None,) * len(weights)))
 
 
 # ---- what a Product asks ----
@@ -175,9 +147,7 @@ def use_compiled_projections(
 
 def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], precision: Precision = None) -> Tensor:
     recipe = _recipe(x, weights, precision)
-    if recipe is not None and not needs_grad(x, *weights, *biases):
-        return compiled_product(x, weights, biases, recipe, x.dtype, False)[0]
-    return _apply(x, recipe, len(weights), *weights, *biases)  # type: ignore[no-any-return]
+    return _run(Rows(x.dtype, x.dtype), recipe, (x,), weights, biases)  # type: ignore[no-any-return]
 
 
 def norm_projections(
@@ -185,11 +155,9 @@ def norm_projections(
     weights: Sequence[Tensor], biases: Sequence[Tensor], precision: Precision = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and what the norm was taken of: x + residual."""
-    recipe, vectors = _recipe(x, weights, precision), (norm_weight, norm_bias)
-    if recipe is not None and not needs_grad(x, residual, *vectors, *weights, *biases):
-        return compiled_norm_product(x, *vectors, weights, biases, residual, norm, True, x.dtype, False, recipe)[:2]
-    y: tuple[Tensor, Tensor] = _apply_norm(x, residual, *vectors, norm, recipe, len(weights), *weights, *biases)
-    return y
+    prologue = NormRows(norm, True, (False, True), x.dtype, None if residual is None else residual.dtype, x.dtype)
+    inputs = x, norm_weight, norm_bias, residual
+    return _run(prologue, _recipe(x, weights, precision), inputs, weights, biases)  # type: ignore[no-any-return]
 
 
 def _recipe(x: Tensor, weights: Sequence[Tensor], precision: Precision) -> FP8Recipe | None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.fp8_weight import describe_fp8
-from onepass.gradients.product import describe_products
 from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.language import triton_unsupported
 from onepass.kernels.layout import groups_of
@@ -17,6 +16,7 @@ from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, r
 from onepass.ops.norm.few_rows import are_few, few_rows_tiles
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.forward import SHORT, forward_tiles, norm_forward
+from onepass.product.product import describe_products
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.op import Call, Registered
 from onepass.runtime.sizes import ceil_div

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onepass.gradients.deferred import DeferredWgrad
+from onepass.gradients.deferred import DeferredWgrad, graph_break_if_deferred, is_deferred
 from onepass.gradients.main_grad import (
     GradRequest,
     VectorSums,
@@ -24,7 +24,6 @@ from onepass.gradients.main_grad import (
     vector_gradient,
     vector_gradients,
 )
-from onepass.gradients.product import graph_break_if_deferred, is_deferred
 from onepass.gradients.releasable_storage import ensure_allocated, ensure_written
 from onepass.ops.loss.formula import LossOptions, RowLosses
 from onepass.ops.loss.head.autograd import retained, scaled

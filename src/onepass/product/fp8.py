@@ -9,16 +9,17 @@ A deferred gradient keeps its operands as turned codes, or by rows where `flush`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_gradient import FP8Gradient
+from onepass.gradients.fp8_gradient import FP8Gradient, takes_fp8_gradient
 from onepass.gradients.fp8_scales import FP8Factors
 from onepass.gradients.fp8_updates import Version
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, PendingOperand, multiply, turned_weight
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, PendingOperand, multiply, turned_weight
 from onepass.gradients.main_grad import (
     GradientKind,
     GradRequest,
@@ -31,6 +32,8 @@ from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.scaled_product import scaled_product
 from onepass.parallel.collectives import start_all_gather
 from onepass.parallel.tensor_parallel import TPLayout, rows_of, start_sum
+from onepass.product.product import Forward, OutputGradient, PlainProduct
+from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import registered
 from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.op import Registered
@@ -108,114 +111,113 @@ class _DeferredFP8Product:
 # ---- forward and backward ----
 
 
-class OutputGradient(NamedTuple):
-    """What backward makes of dy."""
-
-    dx: Tensor | None  # of all rows; of a column-parallel layer a term of a sum over the ranks
-    operand: FP8Operand | None  # of a weight's gradient in eight bits: turned, or this rank's rows where `flush` gathers them
-    rows: Tensor  # of one in 16 bits: all of them, or this rank's where `flush` gathers them
-
-
 class FP8Call(NamedTuple):
-    """What the backward of one call needs of its layer's state.
-
-    Call `start_input` first, so that x's rows come under dx's product; then `output_gradient`, start dx's sum, and make the
-    weight's gradient under that.
-    """
+    """What the backward of one call needs of its layer's state: a `ProductCall`."""
 
     state: FP8Weight
     version: Version
     x_inverse: Tensor  # and the scale that forward had for x, None where rows had their own
     x_scale: Tensor | None
     factors: FP8Factors | None  # of the weight in this call's forward, None where rows had their own
-    layout: TPLayout | None
+    layout: TPLayout | None = None
+    deferred: DeferredWgrad | None = None
 
     @property
-    def has_wgrad(self) -> bool:
-        """Whether the weight's gradient is an eight-bit product."""
-        return self.state.recipe.has_wgrad
+    def target(self) -> FP8Target | None:
+        """What the weight's gradient takes x's codes for: forward's scale. Nothing is noted again."""
+        return FP8Target(E4M3, self.x_scale) if self.state.recipe.has_wgrad else None
 
-    def start_input(self, run: Pass, turn: Callable[[FP8Target], Tensor], *, later: bool) -> Callable[[], FP8Operand]:
-        """Return what makes x's operand of an eight-bit gradient of the weight. Where x's rows are gathered, that starts here.
-
-        Args:
-            run, turn: write the codes of this rank's x, by rows and turned, for a target that has forward's scale and notes
-                nothing.
-            later: the gradient is deferred: `flush` gathers and turns.
-        """
+    def start_input(
+        self, prologue: Prologue, kept: Kept, made: PrologueGradients | None, *, later: bool
+    ) -> Callable[[], Any]:  # fmt: skip
         self.state.check_unchanged(self.version)
-        target = FP8Target(E4M3, self.x_scale)
+        target, inverse = self.target, self.x_inverse
+        if target is None:
+            return PlainProduct(self.layout).start_input(prologue, kept, made, later=later)
         if self.layout is None or not self.layout.gathers_x:
-            return lambda: FP8Operand(turn(target), self.x_inverse)
-        own = FP8Operand(run(target)[0], self.x_inverse)
+            return start_transposed(prologue, kept, made, target, inverse)
+        own = FP8Operand(prologue.codes_again(kept, target)[0], inverse)
         if later:
             return lambda: own
         coming = PendingOperand(own, self.layout.group)
         return lambda: coming.wait().turned()
 
-    def output_gradient(self, dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
-        """Cast dy for the products that the pass asks for, and make dx. Collective where dy's rows are gathered.
-
-        Args:
-            later: the weight's gradient is deferred.
-        """
+    def output_gradient(
+        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+    ) -> OutputGradient:  # fmt: skip
         self.state.check_unchanged(self.version)
-        in_fp8 = asks_weight and self.has_wgrad
+        in_fp8 = asks_weight and self.state.recipe.has_wgrad
         if self.layout is not None and self.layout.gathers_dy:
-            return self._gathered_output_gradient(dy, weight, self.layout, asks_x, in_fp8, asks_weight and not in_fp8, later)
-        if isinstance(dy, FP8Gradient) and dy.state is self.state:
-            dx = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy) if asks_x else None
-            return OutputGradient(dx, FP8Operand(dy.turned, dy.inverse_scale) if in_fp8 else None, dy)
-        rows = rows_of(dy)
-        if not (asks_x or in_fp8):
-            return OutputGradient(None, None, rows)
-        ours, turned = self.state.cast("gradient", rows, codes=asks_x, turned=in_fp8)
-        return OutputGradient(None if ours is None else self._input_gradient(ours, weight, dy), turned, rows)
+            found = self._gathered_output_gradient(dy, weight, self.layout, asks_rows, in_fp8, asks_weight and not in_fp8, later)
+        elif isinstance(dy, FP8Gradient) and dy.state is self.state:
+            drows = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy) if asks_rows else None
+            found = OutputGradient(drows, FP8Operand(dy.turned, dy.inverse_scale) if in_fp8 else dy)
+        elif asks_rows or in_fp8:
+            ours, transposed = self.state.cast("gradient", rows_of(dy), codes=asks_rows, turned=in_fp8)
+            drows = None if ours is None else self._input_gradient(ours, weight, dy)
+            found = OutputGradient(drows, transposed if in_fp8 else dy)
+        else:
+            found = OutputGradient(None, dy)
+        return found if came is None or found.drows is None else OutputGradient(found.drows.add_(came), found.dy)
 
-    def _input_gradient(self, ours: FP8Operand, weight: Tensor, dy: Tensor) -> Tensor:
+    def _input_gradient(self, ours: FP8Operand, weight: Tensor | None, dy: Tensor) -> Tensor:
+        assert weight is not None
         return multiply(ours, turned_weight(weight, self.factors), dy.dtype, fast=False).view(*dy.shape[:-1], -1)
 
     def _gathered_output_gradient(
-        self, dy: Tensor, weight: Tensor, layout: TPLayout, asks_x: bool, in_fp8: bool, in_16_bits: bool, later: bool
+        self, dy: Tensor, weight: Tensor | None, layout: TPLayout, asks_rows: bool, in_fp8: bool, in_16_bits: bool, later: bool
     ) -> OutputGradient:  # fmt: skip
-        """The same of a dy whose rows the ranks have. They come under dx's product of this rank's own.
+        """The same of a dy whose rows the ranks have. They come under the product of this rank's own.
 
         Where the weight's gradient takes them in 16 bits, codes are not sent too: each rank makes them of what it gets.
         """
         rows, group = rows_of(dy), layout.group
         wide = start_all_gather(rows, group) if in_16_bits and not later else None
-        if not (asks_x or in_fp8):
-            return OutputGradient(None, None, rows if wide is None else wide.wait())
+        if not (asks_rows or in_fp8):
+            return OutputGradient(None, rows if wide is None else wide.wait())
         own, _ = self.state.cast("gradient", rows)
         assert own is not None
-        coming = PendingOperand(own, group) if wide is None and (asks_x or not later) else None
-        M, rank, ranks, dx = len(rows), group.rank(), group.size(), None
-        if asks_x:
+        coming = PendingOperand(own, group) if wide is None and (asks_rows or not later) else None
+        M, rank, ranks, drows = len(rows), group.rank(), group.size(), None
+        if asks_rows:
+            assert weight is not None
             across = turned_weight(weight, self.factors)
-            dx = dy.new_empty(M * ranks, across.codes.shape[0])
-            multiply(own, across, dy.dtype, fast=False, out=dx[M * rank : M * (rank + 1)])
+            drows = dy.new_empty(M * ranks, across.codes.shape[0])
+            multiply(own, across, dy.dtype, fast=False, out=drows[M * rank : M * (rank + 1)])
         whole = own
         if coming is not None:
             whole = coming.wait()
         elif wide is not None:
             rows = wide.wait()
             whole = _cast_as(own, rows)
-        if dx is not None:
+        if drows is not None:
             for first, last in ((0, M * rank), (M * (rank + 1), M * ranks)):
                 if first < last:
-                    multiply(whole.part(first, last), across, dy.dtype, fast=False, out=dx[first:last])
-            dx = dx.view(dy.shape[0] * ranks, *dy.shape[1:-1], -1)
-        return OutputGradient(dx, None if not in_fp8 else own if later else whole.turned(), rows)
+                    multiply(whole.part(first, last), across, dy.dtype, fast=False, out=drows[first:last])
+            drows = drows.view(dy.shape[0] * ranks, *dy.shape[1:-1], -1)
+        return OutputGradient(drows, rows if not in_fp8 else own if later else whole.turned())
 
     def weight_gradient(
-        self, dy: FP8Operand, x: Callable[[], FP8Operand], weight: Tensor, main_grad: Tensor | None, request: GradRequest,
-        deferred: DeferredWgrad | None,
+        self, dy: Any, rows: Callable[[], Any], weight: Tensor, main_grad: Tensor | None, request: GradRequest, *, later: bool
     ) -> Tensor | None:  # fmt: skip
-        """Put the weight's gradient, or where it is deferred its operands, where it belongs. Return what autograd gets."""
-        operand = x()
-        if deferred is not None:
-            return deferred.keep_work(_DeferredFP8Product(dy, operand, self.layout), weight, main_grad)
+        if not self.state.recipe.has_wgrad:
+            plain = PlainProduct(self.layout, self.deferred)
+            return plain.weight_gradient(dy, rows, weight, main_grad, request, later=later)
+        operand = rows()
+        if later:
+            assert self.deferred is not None
+            return self.deferred.keep_work(_DeferredFP8Product(dy, operand, self.layout), weight, main_grad)
         return put_gradient(PRODUCT, (*dy, *operand), weight, main_grad, request)
+
+
+def start_transposed(
+    prologue: Prologue, kept: Kept, made: PrologueGradients | None, target: FP8Target, inverse: Tensor
+) -> Callable[[], FP8Operand]:
+    """Return what makes the transpose of the rows' codes, unless the prologue's backward has made it."""
+    if made is not None and made.transposed is not None:
+        transposed = made.transposed
+        return lambda: FP8Operand(transposed, inverse)
+    return lambda: FP8Operand(prologue.transposed_codes(kept, target), inverse)
 
 
 def _cast_as(own: FP8Operand, rows: Tensor) -> FP8Operand:
@@ -227,25 +229,40 @@ def _cast_as(own: FP8Operand, rows: Tensor) -> FP8Operand:
     return FP8Operand(codes, own.inverse)
 
 
-def fp8_forward(
-    state: FP8Weight, weight: Tensor, bias: Tensor | None, shape: Sequence[int], dtype: torch.dtype, run: Pass,
-    layout: TPLayout | None = None, *, noted: bool = True,
-) -> tuple[Tensor, FP8Call]:  # fmt: skip
-    """Return x @ weight.T + bias, and what backward needs.
+class FP8Product(NamedTuple):
+    """A product in eight bits by the recipe and the scales of a layer's state: a `Product`."""
 
-    Args:
-        shape: x's dimensions but the last.
-        run: writes the codes of this rank's x.
-        noted: x's magnitudes count for the scales to come, as in training.
-    """
-    state.update(weight)
-    ours, scale = state.input_operand(run, noted)
-    whole = ours
-    if layout is not None and layout.gathers_x:
-        whole, shape = PendingOperand(ours, layout.group).wait(), (shape[0] * layout.group.size(), *shape[1:])
-    fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
-    rows, factors = state.rows(weight)
-    y = multiply(whole, rows, dtype, fast=fast).view(*shape, -1)
-    if layout is not None and layout.by_row:
-        y = start_sum(y, layout).wait()
-    return y if bias is None else y.add_(bias), FP8Call(state, state.version, ours.inverse, scale, factors, layout)
+    state: FP8Weight
+    layout: TPLayout | None = None
+    deferred: DeferredWgrad | None = None
+
+    takes_unrounded: bool = True
+
+    def forward(self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs) -> Forward:
+        state, layout, rows = self.state, self.layout, None
+        state.update(weight)
+        if prologue.returns[0]:  # by a pass of their own: codes are those of unrounded rows, whoever else takes these
+            rows, kept = prologue.rows(inputs, needs)
+            target, inverse = state.input_target(partial(prologue.codes_again, kept), noted=needs is not None)
+            codes, inverses = prologue.codes_again(kept, target)
+        else:
+            target, inverse = state.input_target(partial(prologue.codes, inputs, needs=None), noted=needs is not None)
+            (codes, inverses), kept = prologue.codes(inputs, target, needs)
+        inverse = inverses if inverse is None else inverse
+        x, dtype = inputs[0], prologue.dtype
+        assert x is not None and inverse is not None
+        whole = ours = FP8Operand(codes, inverse)
+        shape = [*x.shape[:-1]]
+        if layout is not None and layout.gathers_x:
+            whole = PendingOperand(ours, layout.group).wait()
+            shape[0] *= layout.group.size()
+        of_weight, factors = state.rows(weight)
+        fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
+        y = multiply(whole, of_weight, dtype, fast=fast).view(*shape, -1)
+        if layout is not None and layout.by_row:
+            y = start_sum(y, layout).wait()
+        call = FP8Call(state, state.version, ours.inverse, target.scale, factors, layout, self.deferred)
+        return Forward(y if bias is None else y.add_(bias), rows, kept, call)
+
+    def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
+        takes_fp8_gradient(y, self.state, bias, self.layout)

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_product import PRODUCT, FP8Call, OutputGradient
 from onepass.gradients.fp8_scales import factors_of, new_factors
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, Pass, fp8_weight
+from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, fp8_weight
 from onepass.gradients.main_grad import GradRequest, put_gradient
 from onepass.gradients.packed_params import concat_no_grad
-from onepass.parallel.tensor_parallel import rows_of
+from onepass.parallel.tensor_parallel import TPLayout
+from onepass.product.fp8 import PRODUCT, FP8Call, FP8Product, start_transposed
+from onepass.product.product import Forward, OutputGradient, PlainProduct
+from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, turned_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
@@ -52,16 +54,26 @@ def state_in_graph(x: Tensor, weights: Sequence[Tensor], recipe: FP8Recipe) -> t
     return fp8_weight(weight, recipe), weight
 
 
-def lent(call: FP8Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return copies of the inverse and the scale that forward had for x, which the next refresh changes, and the weight's row."""
+def forward_in_graph(
+    prologue: Prologue, inputs: Inputs, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, noted: bool
+) -> tuple[Sequence[Tensor | None], Kept]:
+    """Run a product when its op does. Return y, copies of what the next refresh changes, and what the prologue keeps.
+
+    The copies are of the inverse and the scale that forward had for x. The last is the row of the weight's factors.
+    """
+    assert inputs[0] is not None
+    state, weight = state_in_graph(inputs[0], weights, recipe)
+    needs = [True] * (len(inputs) + 2) if noted else None
+    y, _, kept, call = FP8Product(state).forward(prologue, inputs, weight, one_of(biases), needs)
+    assert isinstance(call, FP8Call)
     scale, factors = call.x_scale, call.factors
-    return call.x_inverse.clone(), None if scale is None else scale.clone(), None if factors is None else factors.row
+    return (y, call.x_inverse.clone(), None if scale is None else scale.clone(), None if factors is None else factors.row), kept
 
 
 def forward_fake(
     x: Tensor, weights: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return tensors without data: the product's result, and what `lent` returns."""
+    """Return tensors without data: what `forward_in_graph` returns but for what the prologue keeps."""
     y = x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)), dtype=product)
     if recipe.scaling == "row":
         return y, x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None, None
@@ -74,11 +86,11 @@ def _output_gradient(
     state, weight = state_in_graph(dy, weights, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     ours = None if factors is None else factors_of(factors)
-    call = FP8Call(state, state.version, dy, None, ours, None)  # nothing of x is looked at
-    found = call.output_gradient(dy, weight, asks_x, asks_weight, later=False)
-    if found.operand is None:
-        return found.dx, None, None
-    return found.dx, found.operand.codes, found.operand.inverse.clone()
+    call = FP8Call(state, state.version, dy, None, ours)  # nothing of x is looked at
+    found = call.output_gradient(dy, weight, None, asks_x, asks_weight, later=False)
+    if not (asks_weight and recipe.has_wgrad):
+        return found.drows, None, None
+    return found.drows, found.dy.codes, found.dy.inverse.clone()
 
 
 def _output_gradient_fake(
@@ -106,21 +118,53 @@ class CompiledFP8Call(NamedTuple):
 
     weights: Sequence[Tensor]
     recipe: FP8Recipe
-    has_wgrad: bool
     x_inverse: Tensor
-    x_scale: Tensor | None
+    target: FP8Target | None
     factors: Tensor | None  # the weight's row
+    layout: TPLayout | None = None
+    deferred: DeferredWgrad | None = None
 
-    def start_input(self, run: Pass, turn: Callable[[FP8Target], Tensor], *, later: bool) -> Callable[[], FP8Operand]:
-        return lambda: FP8Operand(turn(FP8Target(E4M3, self.x_scale)), self.x_inverse)
+    def start_input(
+        self, prologue: Prologue, kept: Kept, made: PrologueGradients | None, *, later: bool
+    ) -> Callable[[], Any]:  # fmt: skip
+        if self.target is None:
+            return PlainProduct().start_input(prologue, kept, made, later=False)
+        return start_transposed(prologue, kept, made, self.target, self.x_inverse)
 
-    def output_gradient(self, dy: Tensor, weight: Tensor, asks_x: bool, asks_weight: bool, *, later: bool) -> OutputGradient:
-        dx, codes, inverse = _output_gradient_op(dy, self.weights, self.factors, asks_x, asks_weight, self.recipe)
-        operand = None if codes is None or inverse is None else FP8Operand(codes, inverse)
-        return OutputGradient(dx, operand, rows_of(dy))
+    def output_gradient(
+        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+    ) -> OutputGradient:  # fmt: skip
+        drows, codes, inverse = _output_gradient_op(dy, self.weights, self.factors, asks_rows, asks_weight, self.recipe)
+        operand = dy if codes is None or inverse is None else FP8Operand(codes, inverse)
+        return OutputGradient(drows if came is None or drows is None else drows.add_(came), operand)
 
     def weight_gradient(
-        self, dy: FP8Operand, x: Callable[[], FP8Operand], weight: Tensor, main_grad: Tensor | None, request: GradRequest,
-        deferred: DeferredWgrad | None,
+        self, dy: Any, rows: Callable[[], Any], weight: Tensor, main_grad: Tensor | None, request: GradRequest, *, later: bool
     ) -> Tensor | None:  # fmt: skip
-        return put_gradient(PRODUCT, (*dy, *x()), weight, main_grad, request)
+        if self.target is None:
+            return PlainProduct().weight_gradient(dy, rows, weight, main_grad, request, later=False)
+        return put_gradient(PRODUCT, (*dy, *rows()), weight, main_grad, request)
+
+
+class CompiledFP8Product(NamedTuple):
+    """A product in eight bits in a graph: a `Product`. A call that defers breaks the graph, and doesn't defer."""
+
+    recipe: FP8Recipe
+    deferred: DeferredWgrad | None = None
+
+    takes_unrounded: bool = True
+
+    def forward(self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs) -> Forward:
+        return self.forward_several(prologue, inputs, [weight], [] if bias is None else [bias], needs)
+
+    def forward_several(
+        self, prologue: Prologue, inputs: Inputs, weights: Sequence[Tensor], biases: Sequence[Tensor], needs: Needs
+    ) -> Forward:  # fmt: skip
+        """The same of the rows of several weights."""
+        rows, recipe = prologue.rows(inputs, None)[0] if prologue.returns[0] else None, self.recipe
+        (y, x_inverse, x_scale, factors), kept = prologue.in_graph(inputs, weights, biases, recipe, needs=needs)
+        target = FP8Target(E4M3, x_scale) if recipe.has_wgrad else None
+        return Forward(y, rows, kept, CompiledFP8Call(weights, recipe, x_inverse, target, factors))
+
+    def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
+        pass

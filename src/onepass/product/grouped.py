@@ -1,4 +1,4 @@
-"""The products of a grouped linear layer, in their own type or in eight bits, and where its weight's gradient goes.
+"""The autograd Function of grouped linear layers: rows sorted by expert, in their own type or in eight bits.
 
 Eight bits  x, dy and the weight are e4m3, at a scale a row: rows of the weight in forward, its columns in backward. PyTorch's
             grouped product takes nothing else, so a layer's recipe says no more than that it is asked for. No scale and no code
@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.gradients.fp8_weight import FP8Operand
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulation_target,
     add_gradient,
     add_to_sum,
     grad_requests,
-    main_grads_of,
+    main_grad_of,
     mark_added,
     name_written,
     placeholder,
@@ -36,8 +35,10 @@ from onepass.kernels.grouped_product import (
     torch_can_group,
     unfit_for_scaled_groups,
 )
+from onepass.product.prologue import Inputs, Kept, Needs, Prologue
+from onepass.product.rows import Rows
 from onepass.runtime.dispatch import TORCH, cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
-from onepass.runtime.fp8 import E4M3, check_fp8
+from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import Registered
 
@@ -67,14 +68,13 @@ def _say(unfit: str, product: torch.dtype) -> None:
 # ---- products in eight bits ----
 
 
-def fp8_grouped_forward(x: FP8Operand, weight: Tensor, ends: Tensor, product: torch.dtype) -> Tensor:
-    """Return the product of x's codes."""
-    return scaled_grouped_product(*x, *cast_rows(weight.detach(), E4M3), ends, product)
+def _scaled_product(codes: Tensor, inverse: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype) -> Tensor:
+    return scaled_grouped_product(codes, inverse, *cast_rows(weight.detach(), E4M3), ends, product)
 
 
-def _forward(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype) -> Tensor:
+def _forward_in_graph(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype) -> Tensor:
     check_fp8(x, weight)
-    return fp8_grouped_forward(FP8Operand(*cast_rows(x, E4M3)), weight, ends, product)
+    return _scaled_product(*cast_rows(x, E4M3), weight, ends, product)
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ def _input_gradient(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 _forward_op = Registered(
     "fp8_grouped_linear(Tensor x, Tensor weight, Tensor ends, ScalarType product) -> Tensor",
-    _forward,
+    _forward_in_graph,
     lambda x, weight, ends, product: x.new_empty((x.shape[0], weight.shape[1]), dtype=product),
 )
-fp8_input_gradient_op = Registered(
+_input_gradient_op = Registered(
     "fp8_grouped_input_gradient(Tensor dy, Tensor weight, Tensor ends) -> Tensor",
     _input_gradient,
     lambda dy, weight, ends: dy.new_empty((dy.shape[0], weight.shape[2])),
@@ -119,46 +119,63 @@ def grouped_weight_gradient(
 # ---- autograd ----
 
 
-def graph_break_before_2_10() -> None:
-    """Break the graph in the forward of a Function whose backward takes each expert's rows, which are known when it runs."""
-    if TORCH < (2, 10) and torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg="onepass: experts' products are part of a graph from PyTorch 2.10 on")
-
-
-class _GroupedProduct(torch.autograd.Function):
+class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, in_fp8: bool) -> Tensor:
-        graph_break_before_2_10()
-        ctx.weight, ctx.main_grad = weight, main_grads_of(ctx.needs_input_grad[1:], weight)[0]
-        ctx.in_fp8, ctx.x_type = in_fp8, x.dtype
-        x = x if in_fp8 else cast(x, product)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None, ends)
-        if in_fp8:
-            return _forward_op(x, weight, ends, product)  # type: ignore[no-any-return]
-        return grouped_product(x, cast(weight, product), ends)
+    def forward(ctx: Any, prologue: Prologue, in_fp8: bool, *tensors: Tensor) -> Tensor:
+        """`tensors`: the prologue's inputs, the weight and the ends."""
+        if TORCH < (2, 10) and torch.compiler.is_compiling():  # backward takes each expert's rows, known when it runs
+            torch._dynamo.graph_break(msg="onepass: experts' products are part of a graph from PyTorch 2.10 on")
+        *inputs, weight, ends = tensors
+        needs = ctx.needs_input_grad[_FIRST:]
+        ctx.prologue, ctx.in_fp8, ctx.given = prologue, in_fp8, tuple([t is not None for t in tensors])
+        ctx.weight, ctx.main_grad = weight, main_grad_of(weight) if needs[-2] else None
+        y, kept = _forward(prologue, in_fp8, inputs, weight, ends, needs)
+        ctx.save_for_backward(weight if any(needs[:-2]) else None, ends, *kept)
+        return y
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
+        weight, ends, *kept = ctx.saved_tensors
         dy = dy.contiguous()  # PyTorch's product takes no expanded tensor
-        x_request, weight_request = grad_requests(ctx, True, True)
-        dx = dweight = None
-        if x_request is not GradRequest.SKIP:
+        *of_inputs, of_weight, _ = grad_requests(ctx, *ctx.given, first=_FIRST)
+        asks_weight, drows, dweight = of_weight is not GradRequest.SKIP, None, None
+        if any([request is not GradRequest.SKIP for request in of_inputs]):
             in_fp8 = ctx.in_fp8
-            dx = fp8_input_gradient_op(dy, weight, ends) if in_fp8 else grouped_product(dy, cast(weight, dy.dtype).mT, ends)
-            dx = cast(dx, ctx.x_type)
-        if weight_request is not GradRequest.SKIP:
-            dweight = grouped_weight_gradient(dy, cast(x, dy.dtype), ends, ctx.weight, ctx.main_grad, weight_request)
-        return dx, dweight, None, None, None
+            drows = _input_gradient_op(dy, weight, ends) if in_fp8 else grouped_product(dy, cast(weight, dy.dtype).mT, ends)
+        made = ctx.prologue.backward(kept, None, drows, None, of_inputs, rebuild=asks_weight)
+        if asks_weight:
+            rows = cast(made.rows, dy.dtype)
+            dweight = grouped_weight_gradient(dy, rows, ends, ctx.weight, ctx.main_grad, of_weight)
+        return None, None, *made.inputs, dweight, None
 
 
-_apply = fast_apply(_GroupedProduct)
+_FIRST = 2  # arguments before the tensors
+_apply = fast_apply(_GroupedLinear)
 
 
-def grouped_linear_product(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, in_fp8: bool) -> Tensor:
-    """Return x @ weight[e].T for each expert's rows, in the type `product`."""
-    if in_fp8 and not needs_grad(x, weight):
-        return _forward_op(x, weight, ends, product)  # type: ignore[no-any-return]
-    y: Tensor = _apply(x, weight, ends, product, in_fp8)
+def _forward(
+    prologue: Prologue, in_fp8: bool, inputs: Inputs, weight: Tensor, ends: Tensor, needs: Needs
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    if not in_fp8:
+        rows, kept = prologue.rows(inputs, needs)
+        return grouped_product(rows, cast(weight, rows.dtype), ends), kept
+    if torch.compiler.is_compiling():  # formulas have made the rows, which the op rounds
+        return _forward_op(inputs[0], weight, ends, prologue.dtype), prologue.rows(inputs, needs)[1]
+    (codes, inverse), kept = prologue.codes(inputs, FP8Target(E4M3), needs)
+    assert inverse is not None
+    return _scaled_product(codes, inverse, weight, ends, prologue.dtype), kept
+
+
+def run_grouped_linear(prologue: Prologue, inputs: Inputs, weight: Tensor, ends: Tensor, *, in_fp8: bool) -> Tensor:
+    """Return rows @ weight[e].T for each expert's rows, in the prologue's type."""
+    if not needs_grad(*inputs, weight):
+        return _forward(prologue, in_fp8, inputs, weight, ends, None)[0]
+    y: Tensor = _apply(prologue, in_fp8, *inputs, weight, ends)
     return y
+
+
+def multiply_grouped_rows(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, in_fp8: bool) -> Tensor:
+    """Return x @ weight[e].T for each expert's rows, in the type `product`."""
+    x = x if in_fp8 else cast(x, product)
+    return run_grouped_linear(Rows(x.dtype, product), (x,), weight, ends, in_fp8=in_fp8)

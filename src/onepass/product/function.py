@@ -1,0 +1,245 @@
+"""The autograd Function of linear layers: y = prologue(inputs) @ weight.T + bias, whoever makes the rows and the product.
+
+Saves    what the prologue keeps of its inputs, and the weight where an input's gradient needs it.
+Backward on one rank, and where ranks have parts of y's sum: the rows' gradient, the prologue's backward, which makes the rows
+         again in its own pass, and the weight's gradient. Where ranks have some of the weight's rows: the rows come from all
+         ranks under the product for their gradient, whose sum comes under the weight's; the prologue's backward is last.
+Writes   last: a call that finds no memory has written no main_grad, or says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.deferred import DeferredWgrad, graph_break_if_deferred, is_deferred
+from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight, fp8_state
+from onepass.gradients.main_grad import (
+    GradRequest,
+    VectorSums,
+    accumulates_elsewhere,
+    add_vector_gradient,
+    grad_requests,
+    main_grad_of,
+    name_written,
+    prepare_vector_gradient,
+)
+from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
+from onepass.parallel.tensor_parallel import TPLayout, column_sums, start_sum
+from onepass.product.fp8 import FP8Product
+from onepass.product.in_graph import CompiledFP8Product
+from onepass.product.product import PlainProduct, Product
+from onepass.product.prologue import Inputs, Kept, Prologue
+from onepass.product.rows import Rows
+from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
+from onepass.runtime.fp8_recipe import Precision
+
+SKIP = GradRequest.SKIP
+Grads = Sequence[Tensor | None]
+_FIRST = 2  # arguments before the tensors
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, prologue: Prologue, product: Product, *tensors: Tensor | None) -> Any:
+        """`tensors`: the prologue's inputs, the weight and the bias."""
+        graph_break_if_deferred(product.deferred)
+        *inputs, weight, bias = tensors
+        assert weight is not None
+        needs = ctx.needs_input_grad[_FIRST:]  # read once: autograd makes the tuple anew each time
+        y, rows, kept, ctx.product = product.forward(prologue, inputs, weight, bias, needs)
+        ctx.prologue, ctx.given = prologue, tuple([t is not None for t in tensors])
+        weight_place = main_grad_of(weight) if needs[-2] else None
+        bias_place = main_grad_of(bias) if bias is not None and needs[-1] else None
+        ctx.parameters, ctx.main_grads = (weight, bias), (weight_place, bias_place)
+        vectors = len(prologue.vectors)
+        ctx.vectors = saved_vectors(ctx, _FIRST + 1, *inputs[1 : 1 + vectors]) if vectors else None
+        ctx.save_for_backward(*kept, weight if any(needs[:-2]) else None)
+        returns_rows, returns_x = prologue.returns
+        if not (returns_rows or returns_x):
+            return writable(y)
+        ctx.set_materialize_grads(False)
+        if returns_x and not (needs[0] or any(needs[1 + vectors : -2])):
+            ctx.mark_non_differentiable(kept[0])
+        return _results(writable(y), prologue, rows, kept)
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+        *kept, weight = ctx.saved_tensors
+        requests = grad_requests(ctx, *ctx.given, first=_FIRST)
+        returns_rows, returns_x = ctx.prologue.returns
+        came = more[0] if returns_rows else None, more[-1] if returns_x else None
+        layout = ctx.product.layout
+        if layout is None or layout.by_row or dy is None:
+            return None, None, *_alone(ctx, weight, kept, requests, dy, *came)
+        return None, None, *_over_ranks(ctx, weight, kept, requests, dy, *came)
+
+
+def _alone(
+    ctx: Any, weight: Tensor | None, kept: Kept, requests: Sequence[GradRequest], dy: Tensor | None, drows: Tensor | None,
+    dx: Tensor | None,
+) -> Grads:  # fmt: skip
+    """The prologue's backward makes the rows again, in its own pass."""
+    prologue, product = ctx.prologue, ctx.product
+    *of_inputs, of_weight, of_bias = requests
+    asks_inputs, asks_weight = _any(of_inputs), of_weight is not SKIP and dy is not None
+    later = is_deferred(product.deferred, ctx.parameters[0], of_weight)
+    vectors = _vectors(ctx, of_inputs)
+    sums = None if dy is None or of_bias is SKIP else column_sums(dy)
+    inputs: list[Tensor | None] = [None] * len(of_inputs)
+    into = made = instead = dy_operand = None
+    if dy is not None and (asks_inputs or asks_weight):
+        drows, dy_operand = product.output_gradient(dy, weight, drows, asks_inputs, asks_weight, later=later)
+    if asks_inputs or asks_weight:
+        target = product.target if asks_weight else None
+        made = prologue.backward(
+            kept, vectors, drows if asks_inputs else None, dx, of_inputs,
+            rebuild=asks_weight and target is None, target=target, ours=dy is not None,
+        )  # fmt: skip
+        inputs, into = list(made.inputs), made.into
+    pending = () if vectors is None else vectors.pending(into, *inputs[1 : 1 + len(prologue.vectors)])
+    with name_written(_written(prologue, vectors, into)):
+        if asks_weight:
+            rows = product.start_input(prologue, kept, made, later=later)
+            place = ctx.parameters[0], ctx.main_grads[0], of_weight
+            instead = partial(product.weight_gradient, dy_operand, rows, *place, later=later)
+        dweight, dbias, *put = _parameters_gradients(ctx, requests[-2:], sums, instead, pending)
+    if vectors is not None:
+        inputs[1 : 1 + len(prologue.vectors)] = vectors.autograd_grads(into, put)
+    return *inputs, dweight, dbias
+
+
+def _over_ranks(
+    ctx: Any, weight: Tensor | None, kept: Kept, requests: Sequence[GradRequest], dy: Tensor, drows: Tensor | None,
+    dx: Tensor | None,
+) -> Grads:  # fmt: skip
+    """Rows come from all ranks under the product for their gradient, whose sum comes under the product for the weight."""
+    prologue, product = ctx.prologue, ctx.product
+    *of_inputs, of_weight, of_bias = requests
+    asks_inputs, asks_weight = _any(of_inputs), of_weight is not SKIP
+    later = is_deferred(product.deferred, ctx.parameters[0], of_weight)
+    rows = product.start_input(prologue, kept, None, later=later) if asks_weight else None
+    through, dy_operand = product.output_gradient(dy, weight, None, asks_inputs, asks_weight, later=later)
+    summing = start_sum(through, product.layout) if asks_inputs else None
+    sums, instead = None if of_bias is SKIP else column_sums(dy), None
+    if rows is not None:
+        place = ctx.parameters[0], ctx.main_grads[0], of_weight
+        instead = partial(product.weight_gradient, dy_operand, rows, *place, later=later)
+    dweight, dbias = _parameters_gradients(ctx, requests[-2:], sums, instead)
+    if summing is None:
+        return *[None for _ in of_inputs], dweight, dbias
+    vectors, names = _vectors(ctx, of_inputs), zip(("weight", "bias"), ctx.parameters, requests[-2:], strict=True)
+    written = [name for name, parameter, request in names if accumulates(parameter, request)]
+    with name_written(written):
+        through = summing.wait()
+        drows = through if drows is None else through + drows
+        made = prologue.backward(kept, vectors, drows, dx, of_inputs)
+    inputs = list(made.inputs)
+    if vectors is not None:
+        with name_written([*written, *_written(prologue, vectors, made.into)]):
+            found = inputs[1 : 1 + len(prologue.vectors)]
+            inputs[1 : 1 + len(prologue.vectors)] = vectors.put(made.into, *found)
+    return *inputs, dweight, dbias
+
+
+def _any(requests: Sequence[GradRequest]) -> bool:
+    for request in requests:  # a loop, not any(...): as in `needs_dispatcher`
+        if request is not SKIP:
+            return True
+    return False
+
+
+def _vectors(ctx: Any, of_inputs: Sequence[GradRequest]) -> VectorGrads | None:
+    return vector_grads(ctx.vectors, of_inputs[1 : 1 + len(ctx.prologue.vectors)])
+
+
+def _written(prologue: Prologue, vectors: VectorGrads | None, into: Any) -> list[str]:
+    """Return the names of the vectors whose main_grad the prologue's kernel has written."""
+    return [] if vectors is None or into is None else vectors.accumulated(*prologue.vectors)
+
+
+def _results(y: Tensor, prologue: Prologue, rows: Tensor | None, kept: Kept) -> Any:
+    """Return y, and after it what else the call returns."""
+    returns_rows, returns_x = prologue.returns
+    more = (*((rows,) if returns_rows else ()), *((kept[0],) if returns_x else ()))
+    return (y, *more) if more else y
+
+
+def _parameters_gradients(
+    ctx: Any, requests: Sequence[GradRequest], sums: Tensor | None, of_weight: Callable[[], Tensor | None] | None,
+    vectors: Sequence[VectorSums | None] = (),
+) -> Grads:  # fmt: skip
+    """Put the gradients of the weight, the bias and `vectors` where they belong, and return what autograd gets.
+
+    The vectors' main_grads are written after the product, which may find no memory: a failed call has written none.
+
+    Args:
+        requests: the weight's and the bias's.
+        sums: dy's `column_sums`, or None where the pass does not want the bias's gradient.
+        of_weight: puts the weight's, and returns what autograd gets.
+    """
+    bias, main_grad = ctx.parameters[1], ctx.main_grads[1]
+    adds, dbias, put = False, None, None
+    if sums is not None and bias is not None:
+        dbias, adds = prepare_vector_gradient(sums, bias, main_grad, requests[1])
+    if vectors:
+        put = [(None, False) if each is None else prepare_vector_gradient(*each) for each in vectors]
+    dweight = None if of_weight is None else of_weight()
+    if sums is not None and bias is not None and adds:
+        add_vector_gradient(sums, bias, main_grad, requests[1])
+    if put is None:
+        return dweight, dbias
+    for each, (_, adds) in zip(vectors, put, strict=True):
+        if each is not None and adds:
+            add_vector_gradient(*each)
+    return dweight, dbias, *[grad for grad, _ in put]
+
+
+_apply = fast_apply(_Linear)
+
+
+# ---- for ops ----
+
+
+def product_for(
+    precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None, deferred: DeferredWgrad | None
+) -> Product:  # fmt: skip
+    """Return the product that `precision` asks for. Raise where there is none."""
+    state = fp8_state(precision, x, weight, layout)
+    if state is None:
+        return PlainProduct(layout, deferred)
+    return product_of(state, layout, deferred)
+
+
+def product_of(state: FP8Weight | CompiledFP8, layout: TPLayout | None, deferred: DeferredWgrad | None) -> Product:
+    """Return the product of a layer in eight bits."""
+    if isinstance(state, CompiledFP8):
+        return CompiledFP8Product(state.recipe, deferred)
+    return FP8Product(state, layout, deferred)
+
+
+def run_linear(prologue: Prologue, product: Product, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Any:
+    """Return y, and after it what else the prologue returns."""
+    if not needs_grad(*inputs, weight, bias):
+        y, rows, kept, _ = product.forward(prologue, inputs, weight, bias, None)
+        return _results(y, prologue, rows, kept)
+    found = _apply(prologue, product, *inputs, weight, bias)
+    product.mark_output(found[0] if isinstance(found, tuple) else found, bias)
+    return found
+
+
+def is_plain(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether F.linear does all that the product does: gradients go to autograd, and nothing to other ranks."""
+    if not isinstance(product, PlainProduct) or product.layout is not None:
+        return False
+    return under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))
+
+
+def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, dtype: torch.dtype) -> Tensor:
+    """Return x @ weight.T + bias in `dtype`."""
+    return run_linear(Rows(x.dtype, dtype), product, (x,), weight, bias)  # type: ignore[no-any-return]

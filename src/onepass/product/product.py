@@ -1,0 +1,144 @@
+"""How rows are multiplied by a layer's weight: the protocol, and the product in the rows' own type.
+
+Forward makes y of a prologue's rows. Backward makes the rows' gradient of dy, and the weight's of dy and the rows, which it puts
+in main_grad, hands to autograd, or keeps for `DeferredWgrad`. parallel/tensor_parallel.py says how ranks divide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.main_grad import GradRequest, weight_gradient
+from onepass.parallel.tensor_parallel import TPLayout, row_gradients, rows_of, start_gather, tp_product
+from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
+from onepass.runtime.dispatch import cast
+from onepass.runtime.fp8 import FP8Target
+
+if TYPE_CHECKING:
+    from onepass.gradients.deferred import DeferredWgrad
+
+
+class OutputGradient(NamedTuple):
+    """What backward makes of dy."""
+
+    drows: Tensor | None  # of all rows; of a column-parallel layer a term of a sum over the ranks
+    dy: Any  # what the weight's gradient takes of it
+
+
+class Forward(NamedTuple):
+    """What forward makes."""
+
+    y: Tensor
+    rows: Tensor | None  # where they were made in the product's type
+    kept: Kept  # by the prologue
+    call: ProductCall
+
+
+class ProductCall(Protocol):
+    """The backward of one call.
+
+    Over ranks call `start_input` first, so that rows come under their gradient's product; then `output_gradient`, start the sum
+    of the rows' gradient, and make the weight's under that.
+    """
+
+    @property
+    def layout(self) -> TPLayout | None: ...
+
+    @property
+    def deferred(self) -> DeferredWgrad | None: ...
+
+    @property
+    def target(self) -> FP8Target | None:
+        """What the weight's gradient takes the rows' codes for, transposed, or None where it takes the rows themselves."""
+
+    def start_input(
+        self, prologue: Prologue, kept: Kept, made: PrologueGradients | None, *, later: bool
+    ) -> Callable[[], Any]:  # fmt: skip
+        """Return what makes the rows' operand of the weight's gradient. Where ranks have parts of the rows, gather them.
+
+        Args:
+            made: by the prologue's backward, or None where that comes after.
+            later: the gradient is deferred, and `flush` gathers.
+        """
+
+    def output_gradient(
+        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+    ) -> OutputGradient:  # fmt: skip
+        """Make the rows' gradient, with what `came` for them otherwise. Collective where dy's rows are gathered."""
+
+    def weight_gradient(
+        self, dy: Any, rows: Callable[[], Any], weight: Tensor, main_grad: Tensor | None, request: GradRequest, *, later: bool
+    ) -> Tensor | None:  # fmt: skip
+        """Put the weight's gradient, or where it is deferred its operands, where it belongs. Return what autograd gets."""
+
+
+class Product(Protocol):
+    """How forward multiplies."""
+
+    @property
+    def takes_unrounded(self) -> bool:
+        """Whether it rounds the rows itself, so that formulas hand them over in fp32."""
+
+    @property
+    def deferred(self) -> DeferredWgrad | None: ...
+
+    def forward(
+        self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs
+    ) -> Forward: ...  # fmt: skip
+
+    def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
+        """Let the backward of the op that takes y know what this product takes as its gradient."""
+
+
+class PlainProduct(NamedTuple):
+    """A product in the rows' type, by PyTorch. Forward leaves nothing behind: it is its own `ProductCall`."""
+
+    layout: TPLayout | None = None
+    deferred: DeferredWgrad | None = None
+
+    target: None = None
+    takes_unrounded: bool = False
+
+    def forward(self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs) -> Forward:
+        rows, kept = prologue.rows(inputs, needs)
+        return Forward(tp_product(rows, weight, bias, self.layout), rows, kept, self)
+
+    def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
+        pass
+
+    def start_input(
+        self, prologue: Prologue, kept: Kept, made: PrologueGradients | None, *, later: bool
+    ) -> Callable[[], Tensor]:  # fmt: skip
+        if made is not None and made.rows is not None:
+            rows = made.rows
+            return lambda: rows
+        rows = prologue.rows_again(kept)
+        return (lambda: rows) if later else start_gather(rows, self.layout).wait
+
+    def output_gradient(
+        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+    ) -> OutputGradient:  # fmt: skip
+        weight = cast(weight, dy.dtype) if asks_rows and weight is not None else None
+        if came is None or weight is None:
+            whole, drows = row_gradients(dy, weight, asks_weight and not later, self.layout)
+            return OutputGradient(drows, dy if later else whole)
+        rows = rows_of(dy)  # one rounding for both
+        return OutputGradient(torch.addmm(came.reshape(rows.shape[0], weight.shape[1]), rows, weight).view(came.shape), dy)
+
+    def weight_gradient(
+        self, dy: Tensor, rows: Callable[[], Tensor], weight: Tensor, main_grad: Tensor | None, request: GradRequest,
+        *, later: bool,
+    ) -> Tensor | None:  # fmt: skip
+        if later:
+            assert self.deferred is not None
+            return self.deferred.keep(dy, rows(), weight, main_grad, self.layout)
+        return weight_gradient(rows_of(dy), rows_of(rows()), weight, main_grad, request)
+
+
+def describe_products(deferred: DeferredWgrad | None) -> str:
+    """Return what `explain` says of the products."""
+    return "products by cuBLAS" if deferred is None else "products by cuBLAS, the weight's gradient's in flush()"
