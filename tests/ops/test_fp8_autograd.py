@@ -341,7 +341,10 @@ MUTANTS = {  # name: the op, where, what is there, what stands there instead
     "the gradient of the norm's output is lost": (
         norm_linear, fp8, "FP8Call.output_gradient", "found.drows.add_(came)", "found.drows",
     ),
-    "nothing noted": (norm_linear, fp8, "FP8Product.forward", "noted=needs is not None", "noted=False"),
+    "nothing noted": (
+        norm_linear, fp8, "FP8Product.forward",
+        "inputs, needs=None), noted=needs is not None", "inputs, needs=None), noted=False",
+    ),
     "an activation's codes turned without token weights": (
         activation_linear, activation_rows, "_transposed", "None, x, bias, token_weight", "None, x, bias, None",
     ),

@@ -143,6 +143,7 @@ def modules(mesh):
     made = {
         nn.BiasActivation(16): [x],
         nn.ColumnParallelLinear(16, 8): [x],
+        nn.GatedRMSNorm(16): [x, teacher],
         nn.LayerNorm(16): [x],
         nn.Linear(16, 8): [x],
         nn.LinearCrossEntropy(16, 30): [x, ids],

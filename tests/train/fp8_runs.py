@@ -10,6 +10,7 @@ from train.checkpoint_runs import batch, configured, saved
 
 from onepass.gradients import fp8_weight
 from onepass.nn.precision import fp8_layers
+from onepass.product import fp8 as product_fp8
 from onepass.runtime.fp8 import E4M3, quantise, quantise_rows
 from onepass.train import checkpoint
 from onepass.train.layout import _groups
@@ -81,23 +82,32 @@ class FreshCodes:
 
     def __init__(self, monkeypatch=None):
         self.used, self.stale = 0, []
-        self._stock = {name: getattr(fp8_weight.FP8Weight, name) for name in ("rows", "turned")}
+        rows, transpose = fp8_weight.FP8Weight.rows, product_fp8.turned_weight
+        self._stock = (fp8_weight.FP8Weight, "rows", rows), (product_fp8, "turned_weight", transpose)
+
+        def checked_rows(state, weight):
+            operand, factors = rows(state, weight)
+            self._check(operand, weight.detach(), by_row=factors is None)
+            return operand, factors
+
+        def checked_transpose(weight, factors):
+            operand = transpose(weight, factors)
+            self._check(operand, weight.detach().mT, by_row=factors is None)
+            return operand
+
         put = setattr if monkeypatch is None else monkeypatch.setattr
-        for name in self._stock:
-            put(fp8_weight.FP8Weight, name, lambda *args, name=name, **options: self._checked(name, *args, **options))
+        put(fp8_weight.FP8Weight, "rows", checked_rows)
+        put(product_fp8, "turned_weight", checked_transpose)
 
     def undo(self):
-        for name, stock in self._stock.items():
-            setattr(fp8_weight.FP8Weight, name, stock)
+        for where, name, stock in self._stock:
+            setattr(where, name, stock)
 
-    def _checked(self, name, state, weight, **options):
-        found = self._stock[name](state, weight, **options)
+    def _check(self, operand, x, by_row):
         self.used += 1
-        x = weight.detach() if name == "rows" else weight.detach().mT
-        again = quantise_rows(x, E4M3)[0] if state.recipe.scaling == "row" else quantise(x, 1 / found.inverse, E4M3)
-        if not found.codes.view(torch.uint8).equal(again.view(torch.uint8)):
-            self.stale.append(tuple(weight.shape))
-        return found
+        again = quantise_rows(x, E4M3)[0] if by_row else quantise(x, 1 / operand.inverse, E4M3)
+        if not operand.codes.view(torch.uint8).equal(again.view(torch.uint8)):
+            self.stale.append(tuple(x.shape))
 
 
 # ---- on several ranks ----
