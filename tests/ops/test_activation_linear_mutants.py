@@ -9,7 +9,7 @@ import onepass.ops.activation.activation_linear as module
 
 pytest.importorskip("triton")
 from onepass.ops.activation import activation_rows, kernels
-from onepass.product import product
+from onepass.product import function, product
 from onepass.testing.mutants import copy_package, mutate
 from onepass.testing.poison import bytes_kept, saved_tensors
 
@@ -22,6 +22,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "y without its last row": (kernels, "_backward_kernel", "y, mask=inside", "y, mask=inside & (rows < M - 1)[:, None]", "input"),
     "y over what is still to be read": (kernels, "_backward_kernel", "rows = tl", "tl.store(y_ptr + rows[:, None] * H + columns[None, :], 0.0, mask=inside)\n        rows = tl", "input"),
     "codes rebuilt as numbers": (activation_rows, "backward_by_kernels", " = kept if", " = (kept[0], None) if", "fp8"),
+    "the weight's gradient of the x that was not kept": (module, "activation_linear", "saved_format(x, save,", "saved_format(x, 'input',", "fp8"),
+    "the weight's gradient of d activation": (function, "_alone", "product.start_input(prologue, kept, made, later=later)", "(lambda: product.output_gradient(dy, weight, None, True, False, later=False).drows)", "input"),
     "codes of another x are kept": (activation_rows, "ActivationRows.rows", "token_weight, *kept)", "token_weight, kept[0].flip(0), *kept[1:])", "fp8"),
     "activation_bias forgotten in backward": (activation_rows, "backward_by_kernels", "dy, x, exponents, bias", "dy, x, exponents, bias * 0", "input"),
     "clamp forgotten in backward": (activation_rows, "backward_by_kernels", "options, *", "options._replace(clamp=None), *", "input"),

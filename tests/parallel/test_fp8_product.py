@@ -261,7 +261,7 @@ MUTANTS = {
     "gradients without their scale": (fp8_weight, "_operands", "FP8Operand(across, inverse)", "FP8Operand(across, inverse / 3)"),
     "x's codes at another scale": (module, "start_transposed", "(kept, target), inverse", "(kept, target), 2 * inverse"),
     "the bias twice": (module, "FP8Product.forward", "y.add_(bias)", "y.add_(bias, alpha=2)"),
-    "main_grad is not used": (function, "_alone", "ctx.main_grads[0], of_weight", "None, of_weight"),
+    "main_grad is not used": (function, "_put", "rows, weight, weight_place,", "rows, weight, None,"),
 }
 
 

@@ -77,9 +77,6 @@ class PendingOperand:
         return FP8Operand(self._codes.wait().view(self._dtype), self._inverse.wait())
 
 
-Pass = Callable[[FP8Target], tuple[Tensor, Tensor | None]]  # writes codes for a target; returns them, and a row's own inverses
-
-
 def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool, out: Tensor | None = None) -> Tensor:
     """Return a @ b.T."""
     return scaled_product(a.codes, a.inverse, b.codes, b.inverse, dtype, fast=fast, out=out)

@@ -25,7 +25,7 @@ from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.kernels import activation_unsupported
 from onepass.ops.norm.compiled_projections import use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
-from onepass.ops.norm.norm_rows import NormRows
+from onepass.ops.norm.norm_rows import NormRows, norm_rows
 from onepass.parallel.tensor_parallel import rows_of
 from onepass.product.fp8 import PRODUCT
 from onepass.product.in_graph import LOOKS_AT_A_STATE, CompiledFP8Product, state_in_graph
@@ -146,8 +146,8 @@ def gated_mlp(
     recipe, options = recipe_of(precision), ActivationOptions(find_activation(activation).key, None, None)
     assert recipe is not None
     check_fp8(x, down)
-    prologue = NormRows(norm, True, (False, True), x.dtype, None if residual is None else residual.dtype, x.dtype)
-    stored = saved.SavedFormat("input", x.dtype, x.device, activation_of(options.activation).parts)
+    prologue = norm_rows(x, residual, norm, x.dtype)
+    stored = saved.saved_format(x, "input", activation_of(options.activation).parts)
     activated = ActivationRows(options, True, stored, x.dtype)
     y: tuple[Tensor, Tensor] = _apply(
         prologue, activated, recipe, x, norm_weight, norm_bias, residual, down, *weights

@@ -84,11 +84,6 @@ def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout 
     return y if bias is None else y + bias
 
 
-def start_input_gradient(dy: Tensor, weight: Tensor, layout: TPLayout) -> Pending:
-    """Make dx and start its sum. Make the parameters' gradients before waiting."""
-    return start_sum(input_gradient(dy, weight), layout)
-
-
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's dx."""
     if dy.dim() == 2:

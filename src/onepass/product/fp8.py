@@ -262,7 +262,7 @@ class FP8Product(NamedTuple):
         if layout is not None and layout.by_row:
             y = start_sum(y, layout).wait()
         call = FP8Call(state, state.version, ours.inverse, target.scale, factors, layout, self.deferred)
-        return Forward(y if bias is None else y.add_(bias), rows, kept, call)
+        return y if bias is None else y.add_(bias), rows, kept, call
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         takes_fp8_gradient(y, self.state, bias, self.layout)

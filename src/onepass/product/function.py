@@ -22,18 +22,17 @@ from onepass.gradients.main_grad import (
     GradRequest,
     VectorSums,
     accumulates_elsewhere,
-    add_vector_gradient,
     grad_requests,
     main_grad_of,
     name_written,
-    prepare_vector_gradient,
+    vector_gradients,
 )
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
 from onepass.parallel.tensor_parallel import TPLayout, column_sums, start_sum
 from onepass.product.fp8 import FP8Product
 from onepass.product.in_graph import CompiledFP8Product
 from onepass.product.product import PlainProduct, Product
-from onepass.product.prologue import Inputs, Kept, Prologue
+from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
 from onepass.product.rows import Rows
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
 from onepass.runtime.fp8_recipe import Precision
@@ -52,7 +51,7 @@ class _Linear(torch.autograd.Function):
         assert weight is not None
         needs = ctx.needs_input_grad[_FIRST:]  # read once: autograd makes the tuple anew each time
         y, rows, kept, ctx.product = product.forward(prologue, inputs, weight, bias, needs)
-        ctx.prologue, ctx.given = prologue, tuple([t is not None for t in tensors])
+        ctx.prologue, ctx.given = prologue, [t is not None for t in tensors]
         weight_place = main_grad_of(weight) if needs[-2] else None
         bias_place = main_grad_of(bias) if bias is not None and needs[-1] else None
         ctx.parameters, ctx.main_grads = (weight, bias), (weight_place, bias_place)
@@ -91,8 +90,7 @@ def _alone(
     later = is_deferred(product.deferred, ctx.parameters[0], of_weight)
     vectors = _vectors(ctx, of_inputs)
     sums = None if dy is None or of_bias is SKIP else column_sums(dy)
-    inputs: list[Tensor | None] = [None] * len(of_inputs)
-    into = made = instead = dy_operand = None
+    dy_operand = None
     if dy is not None and (asks_inputs or asks_weight):
         drows, dy_operand = product.output_gradient(dy, weight, drows, asks_inputs, asks_weight, later=later)
     if asks_inputs or asks_weight:
@@ -101,16 +99,17 @@ def _alone(
             kept, vectors, drows if asks_inputs else None, dx, of_inputs,
             rebuild=asks_weight and target is None, target=target, ours=dy is not None,
         )  # fmt: skip
-        inputs, into = list(made.inputs), made.into
-    pending = () if vectors is None else vectors.pending(into, *inputs[1 : 1 + len(prologue.vectors)])
-    with name_written(_written(prologue, vectors, into)):
-        if asks_weight:
-            rows = product.start_input(prologue, kept, made, later=later)
-            place = ctx.parameters[0], ctx.main_grads[0], of_weight
-            instead = partial(product.weight_gradient, dy_operand, rows, *place, later=later)
-        dweight, dbias, *put = _parameters_gradients(ctx, requests[-2:], sums, instead, pending)
-    if vectors is not None:
-        inputs[1 : 1 + len(prologue.vectors)] = vectors.autograd_grads(into, put)
+    else:
+        made = PrologueGradients([None] * len(of_inputs))
+    rows = product.start_input(prologue, kept, made, later=later) if asks_weight else None
+    if vectors is None:
+        (dbias,), dweight = _put(ctx, rows, dy_operand, requests, sums, (), later)
+        return *made.inputs, dweight, dbias
+    inputs, count = list(made.inputs), len(prologue.vectors)
+    pending = vectors.pending(made.into, *inputs[1 : 1 + count])
+    with name_written(_written(prologue, vectors, made.into)):
+        (dbias, *put), dweight = _put(ctx, rows, dy_operand, requests, sums, pending, later)
+    inputs[1 : 1 + count] = vectors.autograd_grads(made.into, put)
     return *inputs, dweight, dbias
 
 
@@ -126,11 +125,8 @@ def _over_ranks(
     rows = product.start_input(prologue, kept, None, later=later) if asks_weight else None
     through, dy_operand = product.output_gradient(dy, weight, None, asks_inputs, asks_weight, later=later)
     summing = start_sum(through, product.layout) if asks_inputs else None
-    sums, instead = None if of_bias is SKIP else column_sums(dy), None
-    if rows is not None:
-        place = ctx.parameters[0], ctx.main_grads[0], of_weight
-        instead = partial(product.weight_gradient, dy_operand, rows, *place, later=later)
-    dweight, dbias = _parameters_gradients(ctx, requests[-2:], sums, instead)
+    sums = None if of_bias is SKIP else column_sums(dy)
+    (dbias,), dweight = _put(ctx, rows, dy_operand, requests, sums, (), later)
     if summing is None:
         return *[None for _ in of_inputs], dweight, dbias
     vectors, names = _vectors(ctx, of_inputs), zip(("weight", "bias"), ctx.parameters, requests[-2:], strict=True)
@@ -155,6 +151,8 @@ def _any(requests: Sequence[GradRequest]) -> bool:
 
 
 def _vectors(ctx: Any, of_inputs: Sequence[GradRequest]) -> VectorGrads | None:
+    if ctx.vectors is None:
+        return None
     return vector_grads(ctx.vectors, of_inputs[1 : 1 + len(ctx.prologue.vectors)])
 
 
@@ -170,34 +168,25 @@ def _results(y: Tensor, prologue: Prologue, rows: Tensor | None, kept: Kept) -> 
     return (y, *more) if more else y
 
 
-def _parameters_gradients(
-    ctx: Any, requests: Sequence[GradRequest], sums: Tensor | None, of_weight: Callable[[], Tensor | None] | None,
-    vectors: Sequence[VectorSums | None] = (),
-) -> Grads:  # fmt: skip
-    """Put the gradients of the weight, the bias and `vectors` where they belong, and return what autograd gets.
-
-    The vectors' main_grads are written after the product, which may find no memory: a failed call has written none.
+def _put(
+    ctx: Any, rows: Callable[[], Any] | None, dy: Any, requests: Sequence[GradRequest], sums: Tensor | None,
+    vectors: Sequence[VectorSums | None], later: bool,
+) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
+    """Put gradients where they belong. Return what autograd gets of the bias and `vectors`, and of the weight.
 
     Args:
-        requests: the weight's and the bias's.
+        rows, dy: what the weight's gradient is made of. None is no gradient.
         sums: dy's `column_sums`, or None where the pass does not want the bias's gradient.
-        of_weight: puts the weight's, and returns what autograd gets.
+        later: the weight's gradient is deferred.
     """
-    bias, main_grad = ctx.parameters[1], ctx.main_grads[1]
-    adds, dbias, put = False, None, None
-    if sums is not None and bias is not None:
-        dbias, adds = prepare_vector_gradient(sums, bias, main_grad, requests[1])
-    if vectors:
-        put = [(None, False) if each is None else prepare_vector_gradient(*each) for each in vectors]
-    dweight = None if of_weight is None else of_weight()
-    if sums is not None and bias is not None and adds:
-        add_vector_gradient(sums, bias, main_grad, requests[1])
-    if put is None:
-        return dweight, dbias
-    for each, (_, adds) in zip(vectors, put, strict=True):
-        if each is not None and adds:
-            add_vector_gradient(*each)
-    return dweight, dbias, *[grad for grad, _ in put]
+    (weight, bias), (weight_place, bias_place) = ctx.parameters, ctx.main_grads
+    of_weight, of_bias = requests[-2:]
+    work = None
+    if rows is not None:
+        work = partial(ctx.product.weight_gradient, dy, rows, weight, weight_place, of_weight, later=later)
+    if sums is None and not vectors:
+        return [None], None if work is None else work()
+    return vector_gradients([None if sums is None else (sums, bias, bias_place, of_bias), *vectors], work)
 
 
 _apply = fast_apply(_Linear)
@@ -205,14 +194,16 @@ _apply = fast_apply(_Linear)
 
 # ---- for ops ----
 
+_PLAIN = PlainProduct()
+
 
 def product_for(
     precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None, deferred: DeferredWgrad | None
 ) -> Product:  # fmt: skip
     """Return the product that `precision` asks for. Raise where there is none."""
-    state = fp8_state(precision, x, weight, layout)
+    state = None if precision is None else fp8_state(precision, x, weight, layout)
     if state is None:
-        return PlainProduct(layout, deferred)
+        return _PLAIN if layout is None and deferred is None else PlainProduct(layout, deferred)
     return product_of(state, layout, deferred)
 
 

@@ -164,7 +164,7 @@ class CompiledFP8Product(NamedTuple):
         rows, recipe = prologue.rows(inputs, None)[0] if prologue.returns[0] else None, self.recipe
         (y, x_inverse, x_scale, factors), kept = prologue.in_graph(inputs, weights, biases, recipe, needs=needs)
         target = FP8Target(E4M3, x_scale) if recipe.has_wgrad else None
-        return Forward(y, rows, kept, CompiledFP8Call(weights, recipe, x_inverse, target, factors))
+        return y, rows, kept, CompiledFP8Call(weights, recipe, x_inverse, target, factors)
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         pass

@@ -29,15 +29,6 @@ class OutputGradient(NamedTuple):
     dy: Any  # what the weight's gradient takes of it
 
 
-class Forward(NamedTuple):
-    """What forward makes."""
-
-    y: Tensor
-    rows: Tensor | None  # where they were made in the product's type
-    kept: Kept  # by the prologue
-    call: ProductCall
-
-
 class ProductCall(Protocol):
     """The backward of one call.
 
@@ -76,6 +67,9 @@ class ProductCall(Protocol):
         """Put the weight's gradient, or where it is deferred its operands, where it belongs. Return what autograd gets."""
 
 
+Forward = tuple[Tensor, Tensor | None, Kept, ProductCall]  # y, rows where they were made, what the prologue keeps, its backward
+
+
 class Product(Protocol):
     """How forward multiplies."""
 
@@ -105,7 +99,7 @@ class PlainProduct(NamedTuple):
 
     def forward(self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs) -> Forward:
         rows, kept = prologue.rows(inputs, needs)
-        return Forward(tp_product(rows, weight, bias, self.layout), rows, kept, self)
+        return tp_product(rows, weight, bias, self.layout), rows, kept, self
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         pass

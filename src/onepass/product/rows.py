@@ -14,7 +14,6 @@ from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.parallel.tensor_parallel import rows_of
 from onepass.product.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
 from onepass.product.prologue import Codes, Inputs, Kept, Needs, PrologueGradients
-from onepass.runtime.dispatch import cast
 from onepass.runtime.fp8 import FP8Target, turned_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
@@ -30,21 +29,19 @@ class Rows(NamedTuple):
     returns: tuple[bool, bool] = (False, False)
 
     def rows(self, inputs: Inputs, needs: Needs) -> tuple[Tensor, Kept]:
-        (x,) = inputs
-        assert x is not None
-        return cast(x, self.dtype), (x if needs is not None and needs[1] else None,)
+        return self.rows_again(inputs), _kept(inputs[0], needs)
 
     def codes(self, inputs: Inputs, target: FP8Target, needs: Needs) -> tuple[Codes, Kept]:
-        return self.codes_again(inputs, target), (inputs[0] if needs is not None and needs[1] else None,)
+        return self.codes_again(inputs, target), _kept(inputs[0], needs)
 
     def in_graph(self, inputs: Inputs, *product: Any, needs: Needs) -> tuple[Sequence[Any], Kept]:
         (x,) = inputs
-        return _forward_op(x, *product, self.dtype, needs is not None), (x if needs is not None and needs[1] else None,)
+        return _forward_op(x, *product, self.dtype, needs is not None), _kept(x, needs)
 
     def rows_again(self, kept: Kept) -> Tensor:
         (x,) = kept
         assert x is not None
-        return cast(x, self.dtype)
+        return x if x.dtype is self.dtype else x.to(self.dtype)  # `cast`, without its call
 
     def codes_again(self, kept: Kept, target: FP8Target) -> Codes:
         (x,) = kept
@@ -65,8 +62,13 @@ class Rows(NamedTuple):
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
         *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
     ) -> PrologueGradients:  # fmt: skip
-        x = self.rows_again(kept) if rebuild else None
-        return PrologueGradients((None if drows is None else cast(drows, self.x_type),), rows=x)
+        dx = drows if drows is None or drows.dtype is self.x_type else drows.to(self.x_type)
+        return PrologueGradients((dx,), rows=self.rows_again(kept) if rebuild else None)
+
+
+def _kept(x: Tensor | None, needs: Needs) -> Kept:
+    """Return x where the weight's gradient needs it."""
+    return (x if needs is not None and needs[1] else None,)
 
 
 def _transposed(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

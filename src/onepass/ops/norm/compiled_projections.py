@@ -18,7 +18,7 @@ from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions
-from onepass.ops.norm.norm_rows import NormRows
+from onepass.ops.norm.norm_rows import norm_rows
 from onepass.parallel.tensor_parallel import column_sums, input_gradient, rows_of
 from onepass.product.fp8 import PRODUCT
 from onepass.product.in_graph import CompiledFP8Product
@@ -155,9 +155,8 @@ def norm_projections(
     weights: Sequence[Tensor], biases: Sequence[Tensor], precision: Precision = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and what the norm was taken of: x + residual."""
-    prologue = NormRows(norm, True, (False, True), x.dtype, None if residual is None else residual.dtype, x.dtype)
     inputs = x, norm_weight, norm_bias, residual
-    return _run(prologue, _recipe(x, weights, precision), inputs, weights, biases)  # type: ignore[no-any-return]
+    return _run(norm_rows(x, residual, norm, x.dtype), _recipe(x, weights, precision), inputs, weights, biases)  # type: ignore[no-any-return]
 
 
 def _recipe(x: Tensor, weights: Sequence[Tensor], precision: Precision) -> FP8Recipe | None:

@@ -28,7 +28,7 @@ from onepass.gradients.fp8_weight import describe_formula
 from onepass.gradients.vectors import contiguous_param, with_fp32_grads
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import DEFAULT_EPS, NormOptions, add_rounded, norm_formula
-from onepass.ops.norm.norm_rows import NormRows
+from onepass.ops.norm.norm_rows import norm_rows
 from onepass.ops.norm.sharding import shard_norm_linear
 from onepass.parallel.tensor_parallel import tp_layout
 from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
@@ -193,8 +193,7 @@ def norm_linear(
     if not use_triton and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
         norm_weight, norm_bias = with_fp32_grads(norm_weight, norm_bias)
         return _traced(x, norm_weight, norm_bias, residual, weight, bias, options, returns, product)
-    residual_type = None if residual is None else residual.dtype
-    prologue = NormRows(options, use_triton, returns, x.dtype, residual_type, product_type(x))
+    prologue = norm_rows(x, residual, options, product_type(x), use_triton, returns)
     inputs = x, contiguous_param(norm_weight), contiguous_param(norm_bias), residual
     return run_linear(prologue, product, inputs, weight, bias)
 

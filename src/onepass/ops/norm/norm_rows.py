@@ -101,6 +101,14 @@ class NormRows(NamedTuple):
         return PrologueGradients((dh, dweight, dbias, dresidual), into, None if rows is None else cast(rows, self.dtype))
 
 
+def norm_rows(
+    x: Tensor, residual: Tensor | None, options: NormOptions, dtype: torch.dtype, use_triton: bool = True,
+    returns: tuple[bool, bool] = (False, True),
+) -> NormRows:  # fmt: skip
+    """Return the prologue of a call. By default kernels run, and h is returned."""
+    return NormRows(options, use_triton, returns, x.dtype, None if residual is None else residual.dtype, dtype)
+
+
 # ---- registered ----
 
 
