@@ -1,13 +1,16 @@
 """Scales of a layer's eight-bit operands: what they come from, when they change, and what is kept of them."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import onepass
 from onepass.gradients import fp8_scales
 from onepass.gradients.fp8_scales import ROLES, FP8Scales
+from onepass.kernels import fp8_cast
 from onepass.kernels.fp8_cast import cast_tensor
 from onepass.kernels.language import triton
 from onepass.runtime.fp8 import E4M3, E5M2, largest
@@ -160,6 +163,42 @@ def test_a_state_of_before_is_taken():
     assert not scales.stands("input") and not scales.counts().any()
     scales.load_state_dict({**state, "steps": torch.ones(3, dtype=torch.int64)})
     assert scales.stands("input") and scales.measure("input", cast_of(1.0)).scale.item() == 64
+
+
+def note_many(scales):
+    """Note counts that one more pass raises above 2^31."""
+    scales.noted.fill_(2**31 - 1)
+    cast_tensor(torch.full((8, 16), 1e9, device=DEVICE), scales.target("input", scales.factors_of("input"), True))
+    cast_tensor(torch.full((8, 16), 1e-9, device=DEVICE), scales.target("input", scales.factors_of("input"), True))
+
+
+@pytest.mark.parametrize("backend", ("kernel", "formula"))
+def test_counts_go_on_past_32_bits(backend, monkeypatch):
+    """As in a long evaluation, in which nothing refreshes them. A state of before may have counts of 32 bits."""
+    if backend == "formula":
+        monkeypatch.setattr(fp8_cast, "triton_unsupported", lambda x: "the formula is wanted")
+    scales, expected = FP8Scales(FP8Recipe(), DEVICE), 64 * (2**31 - 1) + 128
+    note_many(scales)
+    assert scales.counts()[:, 0].tolist() == [expected, expected] == fp8_scales.counts_of([scales])[0, :, 0].tolist()
+    if backend == "formula":
+        formula_refresh(scales, monkeypatch)
+    else:
+        scales.refresh()
+    assert scales.total[:, 0].tolist() == [expected, expected] and not scales.noted.any()
+    older = {name: t.int() if name in fp8_scales.KINDS else t for name, t in FP8Scales(FP8Recipe(), DEVICE).state_dict().items()}
+    scales.load_state_dict(older)
+    note_many(scales)
+    assert scales.counts()[:, 0].tolist() == [expected, expected] and scales.state_dict()["saturated"][0] == expected
+
+
+def test_ranks_share_counts_past_32_bits(monkeypatch):
+    scales = [FP8Scales(FP8Recipe(), DEVICE) for _ in range(2)]
+    for each in scales:
+        note_many(each)
+    counts = fp8_scales.counts_of(scales)
+    monkeypatch.setattr(dist, "all_gather", lambda everywhere, own, group: [each.copy_(own) for each in everywhere])
+    fp8_scales.share_notes(scales, SimpleNamespace(size=lambda: 2))
+    assert fp8_scales.counts_of(scales).equal(2 * counts)
 
 
 MUTANTS = {

@@ -88,7 +88,7 @@ def draw(case: Case):
 
 
 def target(dtype, scale, noted=True):
-    amax, past = torch.zeros(2, fp8_tile.SLOTS, dtype=torch.int32, device=DEVICE)
+    amax, past, _ = fp8_tile.new_notes(DEVICE)
     scale = torch.tensor(scale, device=DEVICE)
     return FP8Target(dtype, scale, amax, past) if noted else FP8Target(dtype, scale)
 

@@ -125,14 +125,15 @@ def flat(found):
 
 
 @backends
-def test_the_largest_magnitude_and_what_saturates_are_noted(backend):
+@pytest.mark.parametrize(("counts", "before"), ((torch.int32, 0), (torch.int64, 2**31 - 1)))
+def test_the_largest_magnitude_and_what_saturates_are_noted(counts, before, backend):
     x, given = drawn({"weight": True})
-    noted = torch.zeros(2, 64, dtype=torch.int32, device=DEVICE)
-    target = FP8Target(E4M3, torch.tensor(256.0, device=DEVICE), *noted)
+    amax, past = torch.zeros(64, dtype=torch.int32, device=DEVICE), torch.full((64,), before, dtype=counts, device=DEVICE)
+    target = FP8Target(E4M3, torch.tensor(256.0, device=DEVICE), amax, past)
     y = onepass.rms_norm(x, **given, out=target, backend=backend)
     exact = formula("rms_norm", x, given)[0]
-    torch.testing.assert_close(noted[0].view(FP32).max(), exact.abs().max())
-    assert noted[1].sum() == (exact.abs() * 256 > 448).sum() > 0
+    torch.testing.assert_close(amax.view(FP32).max(), exact.abs().max())
+    assert (past - before).sum() == (exact.abs() * 256 > 448).sum() > 0
     assert y.codes.float().abs().max() == 448
 
 
@@ -244,6 +245,9 @@ def test_errors_name_what_was_wrong(name, options):
         "out.amax and out.saturated must be given together": FP8Target(E4M3, scale, noted),
         "out.scale must be given with out.amax": FP8Target(E4M3, None, noted, noted),
         "out.amax must be a tensor, torch.int32 of 64, but is torch.int32 of 32": FP8Target(E4M3, scale, noted[:32], noted),
+        "out.saturated must be a tensor, torch.int64 or torch.int32 of 64, but is torch.float32 of 1": FP8Target(
+            E4M3, scale, noted, scale
+        ),
         "out.saturated must be contiguous": FP8Target(E4M3, scale, noted, noted.repeat_interleave(2)[::2]),
         "out.scale must be on": FP8Target(E4M3, torch.ones((), device="meta")),
     }

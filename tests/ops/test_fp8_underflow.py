@@ -7,7 +7,7 @@ from ops.fp8_calls import BF16, DEVICE, FP32, decibels
 
 import onepass
 from onepass.kernels import fp8_cast
-from onepass.kernels.fp8_tile import SLOTS
+from onepass.kernels.fp8_tile import new_notes
 from onepass.kernels.language import triton
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
@@ -21,8 +21,7 @@ RMS = NormOptions(False, 1e-6, False)
 
 
 def target(dtype, power):
-    noted = torch.zeros(3, SLOTS, dtype=torch.int32, device=DEVICE)
-    return FP8Target(dtype, torch.tensor(2.0**power, device=DEVICE), *noted)
+    return FP8Target(dtype, torch.tensor(2.0**power, device=DEVICE), *new_notes(DEVICE))
 
 
 def cast(x, to, kernel, library=fp8_cast):

@@ -40,7 +40,7 @@ def _scale_of_the_call_before(state, target, inverse):
 
 
 def _count_nothing(state, target, inverse):
-    saturated, underflowed = torch.zeros(2, *target.saturated.shape, dtype=torch.int32, device=inverse.device).unbind()
+    saturated, underflowed = torch.zeros_like(target.saturated), torch.zeros_like(target.saturated)
     return target._replace(saturated=saturated, underflowed=underflowed), inverse
 
 

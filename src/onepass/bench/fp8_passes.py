@@ -24,7 +24,7 @@ from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Inputs, Result
 from onepass.bench.peers import once
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
-from onepass.kernels.fp8_tile import SLOTS
+from onepass.kernels.fp8_tile import new_notes
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
@@ -82,7 +82,7 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     kind = _kind(case)
     wide = 2 * width if kind == "swiglu" else width
     tensors = {"x": random(rows, wide), "scale": torch.tensor(_SCALES[kind], device=random.device)}
-    tensors["amax"], tensors["saturated"] = torch.zeros(2, SLOTS, dtype=torch.int32, device=random.device).unbind()
+    tensors["amax"], tensors["saturated"], _ = new_notes(random.device)
     if kind == "norm":
         tensors["weight"] = random(width)
     elif case.variant == "swiglu backward":

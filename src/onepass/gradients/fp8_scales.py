@@ -52,7 +52,7 @@ def _refresh_kernel(
     tl.store(amax_ptr + role * SLOTS + lanes, 0)
     for kind in tl.static_range(2):
         slots = (kind * roles + role) * SLOTS + lanes
-        count = tl.sum(tl.load(noted_ptr + slots).to(tl.int64), 0)
+        count = tl.sum(tl.load(noted_ptr + slots), 0)
         tl.store(noted_ptr + slots, 0)
         total = total_ptr + kind * roles + role
         tl.store(total, tl.load(total) + count)
@@ -173,7 +173,8 @@ class FP8Scales:
         self.factors = torch.zeros(count, _FACTORS, device=device)
         self.factors[:, 0] = self.factors[:, _INVERSE] = 1
         self.amax, self._unread = torch.zeros(2, count, SLOTS, dtype=torch.int32, device=device).unbind()
-        self.noted = torch.zeros(len(KINDS), count, SLOTS, dtype=torch.int32, device=device)
+        self.noted = torch.zeros(len(KINDS), count, SLOTS, dtype=torch.int64, device=device)
+        self._uncounted = torch.zeros(SLOTS, dtype=torch.int64, device=device)  # by `measure`, whose codes nobody takes
         self.history = torch.zeros(count, recipe.amax_history_len, device=device)
         self.steps = torch.zeros(count, dtype=torch.int64, device=device)
         self.total = torch.zeros(len(KINDS), count, dtype=torch.int64, device=device)
@@ -233,8 +234,8 @@ class FP8Scales:
         """
         place, margin = ROLES.index(role), self.recipe.margin
         row = new_factors(self.factors)
-        slots, unread = torch.zeros(2, SLOTS, dtype=torch.int32, device=row.device).unbind()
-        run(FP8Target(self._types[place], self._of[place].scale, slots, unread))
+        slots = torch.zeros(SLOTS, dtype=torch.int32, device=row.device)
+        run(FP8Target(self._types[place], self._of[place].scale, slots, self._uncounted))
         if role in self._groups:
             raise_to_largest(slots, self._groups[role])
         delayed = self.recipe.scaling == "delayed" and role != "weight"
@@ -339,7 +340,7 @@ def share_notes(scales: Sequence[FP8Scales], group: dist.ProcessGroup) -> None:
     everywhere = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everywhere, own, group)
     found = torch.stack(everywhere)
-    largest, total = found[:, :, 0].amax(0), found[:, :, 1:].sum(0).clamp(max=torch.iinfo(torch.int32).max)
+    largest, total = found[:, :, 0].amax(0), found[:, :, 1:].sum(0)
     for slots, value in ((amax, largest), (noted, total)):
         slots.zero_()[..., 0] = value
     torch._foreach_copy_([each.amax for each in scales], list(amax.unbind()))

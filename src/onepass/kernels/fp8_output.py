@@ -41,14 +41,15 @@ def _check_target(target: FP8Target, x: Tensor) -> None:
         raise ValueError("out.scale must be given with out.amax: rows that have their own scales are not noted")
     if target.underflowed is not None and target.amax is None:
         raise ValueError("out.underflowed must be given with out.amax")
-    shapes = {"scale": (1, torch.float32), **dict.fromkeys(("amax", "saturated", "underflowed"), (SLOTS, torch.int32))}
-    for name, (count, dtype) in shapes.items():
+    counts = SLOTS, torch.int64, torch.int32
+    shapes = {"scale": (1, torch.float32), "amax": (SLOTS, torch.int32), "saturated": counts, "underflowed": counts}
+    for name, (count, *dtypes) in shapes.items():
         value = getattr(target, name)
         if value is None:
             continue
-        if not isinstance(value, Tensor) or value.dtype is not dtype or math.prod(value.shape) != count:
+        if not isinstance(value, Tensor) or value.dtype not in dtypes or math.prod(value.shape) != count:
             kind = f"{value.dtype} of {value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise TypeError(f"out.{name} must be a tensor, {dtype} of {count}, but is {kind}")
+            raise TypeError(f"out.{name} must be a tensor, {' or '.join(map(str, dtypes))} of {count}, but is {kind}")
         if value.device != x.device:
             raise ValueError(f"out.{name} must be on {x.device}, as x, but is on {value.device}")
         if not value.is_contiguous():

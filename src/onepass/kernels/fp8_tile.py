@@ -7,6 +7,9 @@ four times as many accesses there.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from onepass.kernels.fp8 import (
     finite_sizes,
     is_low,
@@ -23,6 +26,15 @@ QUAD = 4  # rows whose codes are one number
 
 
 # ---- what is noted ----
+
+
+def new_notes(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return zeros for a target's `amax`, `saturated` and `underflowed`.
+
+    Counts are int64: a long evaluation, in which nothing starts them anew, counts past 2^31.
+    """
+    saturated, underflowed = torch.zeros(2, SLOTS, dtype=torch.int64, device=device).unbind()
+    return torch.zeros(SLOTS, dtype=torch.int32, device=device), saturated, underflowed
 
 
 @device_function

@@ -23,7 +23,7 @@ def covering_calls() -> Iterator[CoveringCall]:
 def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
     def run() -> Tensor:
         x, scale = meta(8192, width, dtype=dtype), torch.empty((), device="meta")
-        noted = torch.empty(3, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
+        noted = fp8_tile.new_notes("meta")
         fp8_cast.cast_rows(x.detach(), to)
         fp8_cast.cast_columns(x.detach().view(2, 4096, width))
         fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted), turned=True)

@@ -32,9 +32,10 @@ class FP8Target(NamedTuple):
         dtype: E4M3 or E5M2: torch.float8_e4m3fn or torch.float8_e5m2.
         scale: fp32, of one element; None gives each row a scale of its own.
         amax: int32 [64], the bits of fp32 numbers. One or more are raised to the largest finite magnitude written.
-        saturated: int32, as many, to which the counts of finite numbers that saturate are added. Given with amax.
-        underflowed: int32, as many, to which the counts of numbers that round to zero are added, where that can matter: of tiles
-            or rows whose largest magnitude is less than 4096 times what rounds to zero. Given with amax, or not.
+        saturated: int64, as many, to which the counts of finite numbers that saturate are added. Given with amax. Counts may be
+            int32, too, which wraps at 2^31.
+        underflowed: of the same kind, to which the counts of numbers that round to zero are added, where that can matter: of
+            tiles or rows whose largest magnitude is less than 4096 times what rounds to zero. Given with amax, or not.
     """
 
     dtype: torch.dtype = E4M3
@@ -126,7 +127,7 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return how many finite numbers of x are past what the type holds at this scale."""
     wide = (x.detach().float() * scale).abs()
-    return ((wide > _LARGEST[dtype]) & x.isfinite()).sum(dtype=torch.int32)
+    return ((wide > _LARGEST[dtype]) & x.isfinite()).sum()
 
 
 def underflowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,7 +135,7 @@ def underflowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     sizes = x.detach().float().abs().reshape(-1, x.shape[-1])
     scaled = sizes * scale
     matters = scaled.amax(-1, keepdim=True) < _MATTERS * _ZERO_TO[dtype]
-    return ((scaled <= _ZERO_TO[dtype]) & (sizes > 0) & matters).sum(dtype=torch.int32)
+    return ((scaled <= _ZERO_TO[dtype]) & (sizes > 0) & matters).sum()
 
 
 def dequantise(codes: Tensor, inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -34,7 +34,8 @@ from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.fp8_scales import FP8Scales
 from onepass.gradients.written_weights import follow_by_kernel
-from onepass.kernels import fp8_cast, fp8_tile
+from onepass.kernels import fp8_cast
+from onepass.kernels.fp8_tile import new_notes
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation import fp8 as activation_fp8
@@ -234,7 +235,7 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
 
 def _fp8_casts(*xs: Tensor) -> None:
     for x in xs:
-        noted = torch.zeros(3, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
+        noted = new_notes(x.device)
         fp8_cast.cast_rows(x)
         target = FP8Target(E4M3, torch.ones((), device=x.device), *noted)
         codes, _ = fp8_cast.cast_tensor(x, target, turned=True)
@@ -249,7 +250,7 @@ def _fp8_casts(*xs: Tensor) -> None:
 def _activation_codes(activation: str, x: Tensor) -> None:
     options = ActivationOptions(activation, None, None)
     bias, weight = torch.ones_like(x[0]), torch.ones(len(x), device=x.device)
-    noted = torch.zeros(3, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
+    noted = new_notes(x.device)
     target = FP8Target(E4M3, torch.ones((), device=x.device), *noted)
     for to in (FP8Target(), target):
         y, _ = activation_fp8.activation_codes(x, bias, weight, options, to, use_triton=True)
@@ -262,7 +263,7 @@ def _activation_codes(activation: str, x: Tensor) -> None:
 def _fp8_norms(x: Tensor) -> None:
     for layer in (False, True):
         options, vectors = NormOptions(layer, 1e-6, False), (x[0].contiguous(), x[1].contiguous() if layer else None)
-        noted = torch.zeros(3, fp8_tile.SLOTS, dtype=torch.int32, device=x.device)
+        noted = new_notes(x.device)
         target = FP8Target(E4M3, torch.ones((), device=x.device), *noted)
         norm_codes(x, None, *vectors, options, FP8Target(), False)
         _, _, h, stats = norm_codes(x, x, *vectors, options, target, True)

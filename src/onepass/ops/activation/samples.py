@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels import fp8_tile
+from onepass.kernels.fp8_tile import new_notes
 from onepass.kernels.philox import row_numbers, threshold_of
 from onepass.kernels.seeds import draw_seed
 from onepass.ops.activation import kernels
@@ -276,7 +276,7 @@ def _codes_call(activation: str, width: int, dtype: torch.dtype = torch.bfloat16
         x, dy = meta(rows, width * act.parts, dtype=dtype), meta(rows, width, dtype=dtype)
         bias = None if option == "bare" else meta(width * act.parts, dtype=dtype)
         weight = meta(rows, dtype=torch.float32) if everything else None
-        noted = torch.empty(3, fp8_tile.SLOTS, dtype=torch.int32, device="meta")
+        noted = new_notes("meta")
         for to in (E4M3, E5M2) if everything else (E4M3,):
             target = FP8Target(to, torch.empty((), device="meta"), *noted)
             activation_codes(x, bias, weight, options, FP8Target(to), use_triton=True)

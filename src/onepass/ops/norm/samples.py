@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8_tile import SLOTS
+from onepass.kernels.fp8_tile import new_notes
 from onepass.ops.norm import fp8
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference
@@ -265,7 +265,7 @@ def _codes_call(
         bias = meta(width, dtype=dtype).detach() if norm == "layer_norm" else None
         added = meta(2048, width, dtype=dtype).detach() if residual else None
         options = NormOptions(norm == "layer_norm", 1e-6, False)
-        noted = torch.empty(3, SLOTS, dtype=torch.int32, device="meta")
+        noted = new_notes("meta")
         target = FP8Target(to, torch.empty((), device="meta"), *noted)
         fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to), True)
         stats = fp8.norm_codes(x.detach(), added, weight, bias, options, target, True)[-1]
