@@ -227,7 +227,7 @@ def on_page(figures: dict[str, Any]) -> str:
 
 
 def picture(profiles: dict[str, Profile], path: Path) -> None:
-    draw([(name.replace(", ", "\n"), profile) for name, profile in profiles.items()], path)
+    draw([profile.timeline(name.replace(", ", "\n")) for name, profile in profiles.items()], path)
 
 
 def save(figures: dict[str, Any], path: Path) -> None:

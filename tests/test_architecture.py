@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,6 +110,37 @@ def test_a_wrong_import_would_be_seen(place, line, tmp_path, monkeypatch):
     path.write_text(line)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "onepass")
     assert _violations(path)
+
+
+def _circle(files):
+    """Return the names of modules that import each other in a circle, wherever in the files they do; or nothing."""
+    try:
+        TopologicalSorter({_name(path): set(_imported(path)) - {_name(path)} for path in files}).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_imports_go_round_in_circles():
+    assert not _circle(FILES)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from onepass.fusion.a import f",
+        "def g():\n    from onepass.fusion import a",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from onepass.fusion.a import f",
+    ],
+)
+def test_a_circle_would_be_seen(line, tmp_path, monkeypatch):
+    folder = tmp_path / "onepass" / "fusion"
+    folder.mkdir(parents=True)
+    lines = {"a": "from onepass.fusion.b import g", "b": "import onepass.fusion.c", "c": line}
+    for name, text in lines.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "onepass")
+    assert set(_circle(sorted(folder.glob("*.py")))) == {f"onepass.fusion.{name}" for name in lines}
 
 
 def test_every_part_has_its_place():

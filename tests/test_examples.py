@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.profiling.model import OperatorRow
+from onepass.profiling.figures import OperatorRow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

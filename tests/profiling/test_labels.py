@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onepass
-from onepass.profiling.labels import LabelCounter
+from onepass.profiling.record import LabelCounter
 from onepass.runtime.ceilings import Ceilings
 
 CEILINGS = Ceilings(copy_gbs=5.0, copy_bytes=1 << 20, matmul_tflops=None)

@@ -11,7 +11,7 @@ from profiling.made import Made, launch_bound, matrix_products, tensor
 
 import onepass
 from onepass.profiling import picture
-from onepass.profiling.model import PictureBar
+from onepass.profiling.timeline import PictureBar
 
 
 def size(path):

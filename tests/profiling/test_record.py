@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import onepass
 from onepass.profiling import limits, record
 from onepass.profiling import suggestions as applies
-from onepass.profiling.model import Limits
+from onepass.profiling.limits import Limits
 from onepass.runtime.ceilings import Ceilings
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepass import cli
-from onepass.profiling.model import Limits
+from onepass.profiling.limits import Limits
 
 SCRIPT = """
 import sys, time

@@ -3,7 +3,7 @@
 import pytest
 from profiling.made import NOTHING, Made, launch_bound, matrix_products, number, numbers, tensor
 
-from onepass.profiling.model import VERDICTS
+from onepass.profiling.verdict import VERDICTS
 from onepass.runtime.ceilings import Ceilings
 
 VOCABULARY = 32000

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import onepass
 from onepass.cli import main
 from onepass.profiling import record
-from onepass.profiling.model import Limits
+from onepass.profiling.limits import Limits
 from onepass.train import checkpoint, layout, loop, table, text
 from onepass.train import record as run_record
 from onepass.train.batches import Batches

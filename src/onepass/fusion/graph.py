@@ -39,6 +39,12 @@ VIEWS = {
     operator.getitem,
     *SAME,
 }
+NORM_SHAPE: dict[Any, int] = {  # where a norm has the shape that it normalizes, among its arguments
+    aten.native_layer_norm.default: 1,
+    aten._fused_rms_norm.default: 1,
+    aten.native_layer_norm_backward.default: 2,
+    aten._fused_rms_norm_backward.default: 2,
+}
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 
 
@@ -50,6 +56,10 @@ def is_pointwise(node: Node) -> bool:
     if node.target in CASTS:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def is_norm(node: Node) -> bool:
+    return node.target in NORM_SHAPE
 
 
 def is_reduction(node: Node) -> bool:

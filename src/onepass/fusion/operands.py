@@ -16,8 +16,20 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from onepass.fusion import foreach_cat, ragged
-from onepass.fusion.graph import Emitter, NoRule, arguments, aten, frozen, is_view, nbytes, shape, tensor_key, value
+from onepass.fusion import foreach_cat
+from onepass.fusion.graph import (
+    NORM_SHAPE,
+    Emitter,
+    NoRule,
+    arguments,
+    aten,
+    frozen,
+    is_view,
+    nbytes,
+    shape,
+    tensor_key,
+    value,
+)  # fmt: skip
 from onepass.fusion.lanes import Flat, Operand, Packed, Result, Shared, Stacked, of_slices, part
 from onepass.fusion.pieces import Piece, piece_of, run_of
 from onepass.fusion.rules import apply
@@ -209,8 +221,17 @@ class ValueMap:
 
 def kind_of(node: Node) -> object:
     """Return a key that calls must share to become one. It ignores the sizes of tensors."""
-    args, kwargs = map_arg((ragged.masked(arguments(node), node), node.kwargs), _slot_kind)
+    args, kwargs = map_arg((_without_width(node), node.kwargs), _slot_kind)
     return node.target, frozen(args), frozen(kwargs)
+
+
+def _without_width(node: Node) -> tuple[Any, ...]:
+    """Return the arguments with a norm's width masked, because norms of different widths may form one group."""
+    args: tuple[Any, ...] = arguments(node)
+    place = NORM_SHAPE.get(node.target)
+    if place is None or len(args[place]) != 1:
+        return args
+    return (*args[:place], "width", *args[place + 1 :])
 
 
 class _TensorKind(tuple[object, ...]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
-from onepass.fusion.graph import Emitter, NoRule, aten, is_pointwise, is_view, shape, size_key, value
+from onepass.fusion.graph import NORM_SHAPE, Emitter, NoRule, aten, is_norm, is_pointwise, is_view, shape, size_key, value
 from onepass.fusion.lanes import Flat, Packed, Result, Stacked, concat_lanes
+from onepass.fusion.operands import ValueMap
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.norm.ragged.ragged_norm import (
     columns_norm_backward,
@@ -17,9 +18,6 @@ from onepass.ops.norm.ragged.ragged_norm import (
     ragged_norm_backward,
     ragged_norm_forward,
 )
-
-if TYPE_CHECKING:
-    from onepass.fusion.operands import ValueMap
 
 # Each forward op: the norm's name, and the position of eps among the op's arguments.
 _FORWARD = {aten.native_layer_norm.default: ("layer_norm", 4), aten._fused_rms_norm.default: ("rms_norm", 3)}
@@ -30,18 +28,6 @@ _FAR = 50  # nodes after a lane that `_meet_again` visits to find a cat
 class _Sweep(Protocol):
     emit: Emitter
     where: ValueMap
-
-
-def is_norm(node: Node) -> bool:
-    return node.target in _FORWARD or node.target in _BACKWARD
-
-
-def masked(args: tuple[Any, ...], node: Node) -> tuple[Any, ...]:
-    """Return a norm's arguments with its width masked, because norms of different widths may form one group."""
-    place = 1 if node.target in _FORWARD else 2 if node.target in _BACKWARD else None
-    if place is None or len(args[place]) != 1:
-        return args
-    return (*args[:place], "width", *args[place + 1 :])
 
 
 def rewrite_of(sweep: _Sweep, nodes: Sequence[Node]) -> Callable[[], list[Result]] | None:
@@ -68,7 +54,7 @@ def _x(node: Node) -> Node:
 
 
 def _sizes(node: Node) -> Sequence[int]:
-    sizes: Any = node.args[1 if node.target in _FORWARD else 2]
+    sizes: Any = node.args[NORM_SHAPE[node.target]]
     return list(sizes)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from onepass.fusion.cost import LaunchCost
 from onepass.fusion.side_by_side import PackedParameters
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+_WIDTH = 118
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,75 @@ class FusionReport:
         return [refused for graph in self.graphs for refused in graph.refused]
 
     def __rich__(self) -> RenderableType:
-        from onepass.fusion.report_table import shown  # imported late: `import onepass` must not load rich
-
-        return shown(self)
+        return _shown(self)
 
     def __str__(self) -> str:
-        from onepass.fusion.report_table import as_text
+        return _as_text(self)
 
-        return as_text(self)
+
+# ---- tables, one set for each graph ----
+
+
+def _shown(report: FusionReport) -> RenderableType:
+    if not report.graphs:
+        return Text("onepass.fuse: nothing compiled yet. Call the function first.")
+    of = len(report.graphs)
+    return Group(*(part for i, graph in enumerate(report.graphs) for part in _graph(graph, f"graph {i + 1} of {of}")))
+
+
+def _as_text(report: FusionReport) -> str:
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, highlight=False).print(_shown(report))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _graph(graph: GraphReport, title: str) -> Iterator[RenderableType]:
+    passes = "forward and backward" if graph.backward else "forward"
+    if graph.found:
+        table = Table(title=f"onepass.fuse, {title} ({passes}): fused", title_justify="left", expand=False)
+        for title, right in (("operator", 0), ("became one", 1), ("groups", 1), ("how", 0), ("copied", 1)):
+            table.add_column(title, justify="right" if right else "left")
+        for found, groups in Counter(graph.found).items():
+            copied = _size(found.copied) if found.copied else "nothing"
+            table.add_row(found.operator, str(found.lanes), str(groups), found.how, copied)
+        yield table
+    else:
+        yield Text(f"onepass.fuse, {title} ({passes}): nothing to fuse. It was compiled as torch.compile compiles it.")
+    if graph.refused:
+        table = Table(title="left as it was", title_justify="left", expand=False)
+        for title in ("operator", "times", "why"):
+            table.add_column(title)
+        for (operator, why), times in _summed(graph.refused).items():
+            table.add_row(operator, str(times), why)
+        yield table
+    yield Text("\n".join(_lines(graph)))
+
+
+def _lines(graph: GraphReport) -> Iterator[str]:
+    before, after = graph.before, graph.after
+    moved = f"{_size(before.moved)} -> {_size(after.moved)}"
+    yield f"operators {before.operators:,} -> {after.operators:,}, bytes they read and write {moved}"
+    was, now = (graph.machine.predicted_us(work.operators, work.moved) for work in (before, after))
+    yield f"predicted, were each a kernel: {was:,.0f} -> {now:,.0f} us; the compiler then fuses what follows one another"
+    if graph.times is not None:
+        yield f"measured: as written {graph.times.written:,.3f} ms, fused {graph.times.fused:,.3f} ms"
+    if graph.wholes:
+        laid = [whole for whole in graph.wholes if whole.why_copied is None]
+        yield f"parameters side by side in memory: {sum(len(whole.places) for whole in laid)} in {len(laid)} tensors"
+    for reason in sorted({whole.why_copied for whole in graph.wholes if whole.why_copied is not None}):
+        yield f"parameters copied together at every call: {reason}"
+    yield f"fusing took {graph.seconds:.2f} s of the compilation"
+
+
+def _summed(refused: Iterable[UnfusedGroup]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for one in refused:
+        found[one.operator, one.why] += one.lanes
+    return found
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from onepass.gpt.config_fields import ConfigFields
 from onepass.runtime.fp8_recipe import LARGEST_MARGIN, LONGEST_HISTORY
-
-if TYPE_CHECKING:
-    from onepass.gpt.config import Config
 
 _SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size",
@@ -36,7 +33,7 @@ _IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _VIRTUAL = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 
 
-def validate_config(config: Config) -> Iterator[str]:
+def validate_config(config: ConfigFields) -> Iterator[str]:
     """Yield a message for each contradiction: fields, values, what they must be. Later checks assume that earlier ones pass."""
     for part in (
         _ranges, _heads, _positions, _norms, _mlp, _fp8, _experts, _loss, _gradients, _tensor_parallel, _pipeline, _recompute,
@@ -44,7 +41,7 @@ def validate_config(config: Config) -> Iterator[str]:
         yield from part(config)
 
 
-def _ranges(c: Config) -> Iterator[str]:
+def _ranges(c: ConfigFields) -> Iterator[str]:
     for name in _SIZES:
         value = getattr(c, name)
         if value is not None and value < 1:
@@ -69,7 +66,7 @@ def _ranges(c: Config) -> Iterator[str]:
         yield f"wgrad_deferral_limit must be at least 0, where 0 is all microbatches, but is {c.wgrad_deferral_limit}"
 
 
-def _heads(c: Config) -> Iterator[str]:
+def _heads(c: ConfigFields) -> Iterator[str]:
     if c.kv_channels is None and c.hidden_size % c.num_attention_heads:
         yield (
             f"hidden_size must be a multiple of num_attention_heads, {c.num_attention_heads}, where kv_channels is None, "
@@ -79,7 +76,7 @@ def _heads(c: Config) -> Iterator[str]:
         yield f"num_attention_heads must be a multiple of num_query_groups, {c.query_groups}, but is {c.num_attention_heads}"
 
 
-def _positions(c: Config) -> Iterator[str]:
+def _positions(c: ConfigFields) -> Iterator[str]:
     rope = c.position_embedding_type == "rope"
     if not 0 < c.rotary_percent <= 1:
         yield f"rotary_percent must be above 0 and at most 1, but is {c.rotary_percent}"
@@ -97,12 +94,12 @@ def _positions(c: Config) -> Iterator[str]:
         )
 
 
-def _norms(c: Config) -> Iterator[str]:
+def _norms(c: ConfigFields) -> Iterator[str]:
     if c.memory_efficient_layer_norm and not c.norm_fusion:
         yield "memory_efficient_layer_norm must be false without norm_fusion, as PyTorch's norms can't do it, but is true"
 
 
-def _mlp(c: Config) -> Iterator[str]:
+def _mlp(c: ConfigFields) -> Iterator[str]:
     if c.gated_linear_unit and c.activation_func == "squared_relu":
         gates = "'gelu', 'gelu_exact', 'silu', 'quick_gelu' or 'relu'"
         yield f"activation_func must be {gates} with gated_linear_unit, but is 'squared_relu'"
@@ -122,7 +119,7 @@ def _mlp(c: Config) -> Iterator[str]:
         yield "cpu_offloading_activations must be true with cpu_offloading, which moves nothing else, but is false"
 
 
-def _fp8(c: Config) -> Iterator[str]:
+def _fp8(c: ConfigFields) -> Iterator[str]:
     idle = dict.fromkeys(FP8_OPTIONS, "without fp8_format") if c.fp8_format is None else {}
     if c.fp8_format is not None:
         for name, most, least in (("fp8_margin", LARGEST_MARGIN, 0), ("fp8_amax_history_len", LONGEST_HISTORY, 1)):
@@ -154,7 +151,7 @@ def _said(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _experts(c: Config) -> Iterator[str]:
+def _experts(c: ConfigFields) -> Iterator[str]:
     if c.num_moe_experts is None:
         if c.moe_ffn_hidden_size is not None:
             yield f"moe_ffn_hidden_size must be None without num_moe_experts, but is {c.moe_ffn_hidden_size}"
@@ -172,7 +169,7 @@ def _experts(c: Config) -> Iterator[str]:
         )
 
 
-def _loss(c: Config) -> Iterator[str]:
+def _loss(c: ConfigFields) -> Iterator[str]:
     if c.fp32_logits and not c.loss_without_logits:
         yield (
             "fp32_logits must be false without cross_entropy_loss_fusion and cross_entropy_fusion_impl 'linear', which keep no "
@@ -182,7 +179,7 @@ def _loss(c: Config) -> Iterator[str]:
         yield "mtp_use_repeated_layer must be false without mtp_num_layers, but is true"
 
 
-def _gradients(c: Config) -> Iterator[str]:
+def _gradients(c: ConfigFields) -> Iterator[str]:
     if not c.defer_embedding_wgrad_compute:
         if c.wgrad_deferral_limit:
             yield f"wgrad_deferral_limit must be 0 without defer_embedding_wgrad_compute, but is {c.wgrad_deferral_limit}"
@@ -196,7 +193,7 @@ def _gradients(c: Config) -> Iterator[str]:
         )
 
 
-def _tensor_parallel(c: Config) -> Iterator[str]:
+def _tensor_parallel(c: ConfigFields) -> Iterator[str]:
     ranks = c.tensor_model_parallel_size
     if c.sequence_parallel and ranks == 1:
         yield "sequence_parallel must be false with tensor_model_parallel_size 1: there are no ranks to divide a sequence over"
@@ -207,7 +204,7 @@ def _tensor_parallel(c: Config) -> Iterator[str]:
             yield f"{name} must be a multiple of tensor_model_parallel_size, {ranks}, but is {size}"
 
 
-def _pipeline(c: Config) -> Iterator[str]:
+def _pipeline(c: ConfigFields) -> Iterator[str]:
     ranks = c.pipeline_model_parallel_size
     if ranks > c.num_layers:
         yield f"pipeline_model_parallel_size must be at most num_layers, {c.num_layers}, but is {ranks}"
@@ -226,7 +223,7 @@ def _pipeline(c: Config) -> Iterator[str]:
     yield from _uneven_stages(c, ends) if ends else _even_stages(c)
 
 
-def _virtual_stages(c: Config, end: str | None) -> Iterator[str]:
+def _virtual_stages(c: ConfigFields, end: str | None) -> Iterator[str]:
     each, number = c.num_layers_per_virtual_pipeline_stage, c.virtual_pipeline_model_parallel_size
     if each is not None and number is not None:
         yield (
@@ -240,14 +237,14 @@ def _virtual_stages(c: Config, end: str | None) -> Iterator[str]:
         )
 
 
-def _even_stages(c: Config) -> Iterator[str]:
+def _even_stages(c: ConfigFields) -> Iterator[str]:
     for name in _VIRTUAL:
         multiple = c.pipeline_model_parallel_size * (getattr(c, name) or 0)
         if multiple and c.num_layers % multiple:
             yield f"num_layers must be a multiple of {multiple}, pipeline_model_parallel_size times {name}, but is {c.num_layers}"
 
 
-def _uneven_stages(c: Config, ends: dict[str, int]) -> Iterator[str]:
+def _uneven_stages(c: ConfigFields, ends: dict[str, int]) -> Iterator[str]:
     """Check that the other ranks get equally many layers, and that each rank's layers divide evenly into its stages."""
     others, left = c.pipeline_model_parallel_size - len(ends), c.num_layers - sum(ends.values())
     said = " and ".join(f"{name} {number}" for name, number in ends.items())
@@ -264,7 +261,7 @@ def _uneven_stages(c: Config, ends: dict[str, int]) -> Iterator[str]:
             yield f"{name} must be a multiple of virtual_pipeline_model_parallel_size, {c.stages_per_rank}, but is {number}"
 
 
-def _recompute(c: Config) -> Iterator[str]:
+def _recompute(c: ConfigFields) -> Iterator[str]:
     if c.recompute_num_layers is None:
         return
     if c.recompute_granularity != "full":

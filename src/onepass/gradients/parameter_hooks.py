@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,14 +12,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from onepass.gradients.releasable_storage import ReleasableBuffer
 
-if TYPE_CHECKING:
-    from onepass.gradients.main_grads import MainGrads
+
+class GradientOwner(Protocol):
+    """What the hooks call: a `MainGrads`."""
+
+    advice: str
+
+    def added_here(self, parameter: Tensor) -> None: ...
+    def _on_gradient(self, parameter: Tensor) -> None: ...
 
 
 class ParameterHooks:
     """The attributes and hooks of one `MainGrads`. They go with `remove`, or when it is collected."""
 
-    def __init__(self, owner: MainGrads, released: list[ReleasableBuffer]) -> None:
+    def __init__(self, owner: GradientOwner, released: list[ReleasableBuffer]) -> None:
         self._owner = _Owner(owner)  # weak: without a cycle buffers are freed at once
         self._parameters: list[Any] = []
         self._handles: list[Any] = [register_optimizer_step_post_hook(partial(_check_optimizer, self._owner))]
@@ -32,7 +38,7 @@ class ParameterHooks:
         self._parameters.append(parameter)
 
 
-class _Owner(weakref.ref["MainGrads"]):
+class _Owner(weakref.ref[GradientOwner]):
     """A parameter's reference to its `MainGrads`. It refuses to be pickled with the parameter: the buffer belongs to a step."""
 
     __slots__ = ()
@@ -48,13 +54,13 @@ class _Owner(weakref.ref["MainGrads"]):
         )
 
 
-def _on_gradient(owner: weakref.ref[MainGrads], parameter: Tensor) -> None:
+def _on_gradient(owner: weakref.ref[GradientOwner], parameter: Tensor) -> None:
     main_grads = owner()
     if main_grads is not None:
         main_grads._on_gradient(parameter)
 
 
-def _check_optimizer(owner: weakref.ref[MainGrads], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check_optimizer(owner: weakref.ref[GradientOwner], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise where an optimizer has stepped by parameters of which none has a gradient that it can read.
 
     A closure makes the gradients within the step, so this looks after it.

@@ -9,13 +9,52 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from onepass.profiling import costs
-from onepass.profiling.model import Gap, Limits, OperatorRow, PictureBar
-from onepass.profiling.timeline import StepTimeline, bars, short_name, unit
+from onepass.profiling.limits import Limits
+from onepass.profiling.timeline import PictureBar, StepTimeline, bars, short_name, unit
 from onepass.profiling.trace import Trace, TraceEvent, TraceInput, length, union, waits
 
 SHORT_GAP_US = 1000.0  # a launch doesn't explain longer gaps: the CPU does something else, or waits itself
 _LEAST_GAP_US = 1.0  # kernels that are already queued follow each other at about this distance
 _COPIED_TWICE = "Memcpy DtoD"  # read from and written to the same memory
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """All calls of one operator, or of one kernel that no operator launched, per step."""
+
+    name: str
+    calls: float
+    us: float  # on a GPU the time of its kernels; on a CPU its own time, without inner operators that have their own rows
+    share: float  # of the time of all rows
+    kernels: dict[str, float] = field(default_factory=dict)  # name -> launches, on a GPU
+    bytes: float | None = None  # None: unknown
+    flops: float | None = None
+    gbs: float | None = None
+    tflops: float | None = None
+    of_copy: float | None = None  # gbs as a fraction of the copy bandwidth
+    of_peak: float | None = None  # tflops as a fraction of the rate of a large matrix product of that dtype
+
+    @property
+    def near(self) -> str | None:
+        """The ceiling of which this row reaches at least NEAR, if any: bandwidth or compute."""
+        nearest = max(self.of_copy or 0.0, self.of_peak or 0.0)
+        if nearest < NEAR:
+            return None
+        return "bandwidth" if nearest == self.of_copy else "compute"
+
+
+NEAR = 0.5
+
+
+@dataclass(frozen=True)
+class Gap:
+    """All gaps between one pair of kernels or operators: the pair, their count and total time per step, and the longest."""
+
+    before: str
+    after: str
+    count: float
+    us: float
+    longest_us: float
 
 
 @dataclass(frozen=True)

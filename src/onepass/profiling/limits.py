@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 
-from onepass.profiling.figures import OperatorCall
-from onepass.profiling.model import Limits
 from onepass.runtime.ceilings import Ceilings, clock_for, measure_ceilings
 
 
-def limits_of(calls: Iterable[OperatorCall], on_gpu: bool, ceilings: Ceilings | None) -> Limits:
-    """Return the limits for the dtypes of the matrix products in `calls`. `ceilings`, if given, replace the measurement."""
-    dtypes = {call.cost.dtype for call in calls if call.cost.dtype is not None}
+@dataclass(frozen=True)
+class Limits:
+    """The machine's ceilings: copy bandwidth, and the matrix product rate for each dtype of the operands."""
+
+    copy_gbs: float | None = None
+    tflops: dict[str, float] = field(default_factory=dict)
+
+
+def limits_of(products: Iterable[str], on_gpu: bool, ceilings: Ceilings | None) -> Limits:
+    """Return the limits for these dtypes of matrix products. `ceilings`, if given, replace the measurement."""
     if ceilings is not None:
         rate = ceilings.matmul_tflops
         return Limits(ceilings.copy_gbs, {"bfloat16": rate, "float16": rate} if rate else {})
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     try:
         copy = _ceilings(device).copy_gbs
-        rates = {dtype: _product_tflops(device, dtype) for dtype in sorted(dtypes)}
+        rates = {dtype: _product_tflops(device, dtype) for dtype in sorted(set(products))}
     except torch.OutOfMemoryError:
         return Limits()
     finally:

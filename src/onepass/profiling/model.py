@@ -1,85 +1,30 @@
-"""The data of a profile: figures of one step, operator rows, gaps, sentences, and the bars of the timeline."""
+"""A profile, two profiles side by side, and both as text for a terminal."""
 
 from __future__ import annotations
 
 import gzip
+import io
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-VERDICTS = ("launch-bound", "bandwidth-bound", "compute-bound", "mixed")
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
 
+from onepass.profiling.figures import Gap, OperatorRow
+from onepass.profiling.limits import Limits
+from onepass.profiling.picture import Timeline, draw
+from onepass.profiling.suggestions import Suggestion
+from onepass.profiling.timeline import PictureBar
+from onepass.profiling.units import counted, number, size, time
 
-@dataclass(frozen=True)
-class Limits:
-    """The machine's ceilings: copy bandwidth, and the matrix product rate for each dtype of the operands."""
-
-    copy_gbs: float | None = None
-    tflops: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class OperatorRow:
-    """All calls of one operator, or of one kernel that no operator launched, per step."""
-
-    name: str
-    calls: float
-    us: float  # on a GPU the time of its kernels; on a CPU its own time, without inner operators that have their own rows
-    share: float  # of the time of all rows
-    kernels: dict[str, float] = field(default_factory=dict)  # name -> launches, on a GPU
-    bytes: float | None = None  # None: unknown
-    flops: float | None = None
-    gbs: float | None = None
-    tflops: float | None = None
-    of_copy: float | None = None  # gbs as a fraction of the copy bandwidth
-    of_peak: float | None = None  # tflops as a fraction of the rate of a large matrix product of that dtype
-
-    @property
-    def near(self) -> str | None:
-        """The ceiling of which this row reaches at least NEAR, if any: bandwidth or compute."""
-        nearest = max(self.of_copy or 0.0, self.of_peak or 0.0)
-        if nearest < NEAR:
-            return None
-        return "bandwidth" if nearest == self.of_copy else "compute"
-
-
-NEAR = 0.5
-
-
-@dataclass(frozen=True)
-class Gap:
-    """All gaps between one pair of kernels or operators: the pair, their count and total time per step, and the longest."""
-
-    before: str
-    after: str
-    count: float
-    us: float
-    longest_us: float
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A onepass fusion that applies to the recorded operators."""
-
-    call: str
-    saw: str
-    us: float  # per step: the time of the operators that it replaces; for a CUDA graph, the most that it can save
-
-    def __str__(self) -> str:
-        return f"{self.call}: {self.saw}"
-
-
-@dataclass(frozen=True)
-class PictureBar:
-    """One bar of the timeline: an operator, a kernel, a launch or a copy."""
-
-    lane: str
-    name: str
-    start: float
-    end: float
-    kind: str  # "operator" | "launch" | "product" | "kernel" | "copy"
-    step: int
-
+_TOP = 15
+_NAME = 44  # longer names are cut
+_LISTED = 12  # the most kernels to list as gone or new
 
 @dataclass(frozen=True)
 class Profile:
@@ -137,26 +82,30 @@ class Profile:
                 found[name] = found.get(name, 0.0) + count
         return found
 
-    def table(self, top: int = 15, width: int | None = None) -> str:
+    def table(self, top: int = _TOP, width: int | None = None) -> str:
         """Return the figures of the step and the `top` rows with the most time, as text of `width` characters."""
-        from onepass.profiling import table
-
-        return table.text(lambda console: table.show_figures(self, console, _positive("top", top)), width)
+        return _text(lambda console: _show_figures(self, console, _positive("top", top)), width)
 
     def words(self) -> str:
         """Return what bounds the step, why, and which onepass fusions apply."""
         return "\n".join([f"{self.verdict}: {self.reasons[0]}", *self.reasons[1:], *map(str, self.suggestions)])
 
     def __str__(self) -> str:
-        from onepass.profiling import table
-
-        return table.text(lambda console: table.show(self, console))
+        return _text(lambda console: show(self, console))
 
     def picture(self, path: str | Path) -> None:
         """Draw the last step as a timeline, CPU threads above GPU streams. Needs matplotlib."""
-        from onepass.profiling import picture
+        draw([self.timeline()], Path(path))
 
-        picture.draw([("", self)], Path(path))
+    def timeline(self, name: str = "") -> Timeline:
+        """Return what `picture` draws, with `name` in its title."""
+        facts = [f"wall {time(self.wall_us)}", f"{'GPU busy' if self.on_gpu else 'operators'} {time(self.busy_us)}"]
+        if self.on_gpu:
+            facts += [f"idle {self.idle_share:.0%}", counted(self.kernels, "kernel"), counted(self.launches, "launch")]
+        else:
+            facts += [counted(self.launches, "operator")]
+        caption = f"{'; '.join(facts)}; {self.device}; drawn with the profiler, which slows the CPU"
+        return Timeline(f"{name}: {self.verdict}" if name else self.verdict, caption, self.bars)
 
     def trace(self, path: str | Path) -> None:
         """Write torch.profiler's Chrome trace (.json, .json.gz), for Perfetto or chrome://tracing."""
@@ -201,15 +150,11 @@ class Comparison:
         return _fewer(self.after.kernel_names(), self.before.kernel_names())
 
     def __str__(self) -> str:
-        from onepass.profiling import table
-
-        return table.text(lambda console: table.show_comparison(self, console))
+        return _text(lambda console: _show_comparison(self, console))
 
     def picture(self, path: str | Path) -> None:
         """Draw both timelines on one time axis, one above the other. Needs matplotlib."""
-        from onepass.profiling import picture
-
-        picture.draw([("before", self.before), ("after", self.after)], Path(path))
+        draw([self.before.timeline("before"), self.after.timeline("after")], Path(path))
 
 
 def compare(before: Profile, after: Profile) -> Comparison:
@@ -228,3 +173,156 @@ def compare(before: Profile, after: Profile) -> Comparison:
 def _fewer(many: dict[str, float], few: dict[str, float]) -> dict[str, float]:
     left = {name: count - few.get(name, 0.0) for name, count in many.items()}
     return {name: count for name, count in sorted(left.items(), key=lambda item: -item[1]) if count > 0}
+
+
+# ---- text for a terminal ----
+
+
+def _text(show: Callable[[Console], None], width: int | None = None) -> str:
+    """Return what `show` prints, without colours. The width is the terminal's, or 118 without a terminal."""
+    out = io.StringIO()
+    width = width or shutil.get_terminal_size((118, 40)).columns
+    show(Console(file=out, width=width, highlight=False, color_system=None, force_terminal=False))
+    return out.getvalue().rstrip("\n")
+
+
+def show(profile: Profile, console: Console, top: int = _TOP) -> None:
+    _show_figures(profile, console, top)
+    console.print()
+    _show_words(profile, console)
+
+
+def _show_figures(profile: Profile, console: Console, top: int = _TOP) -> None:
+    for line in _lines(profile):
+        console.print(line)
+    console.print(_rows(profile, top))
+
+
+def _show_words(profile: Profile, console: Console) -> None:
+    console.print(f"[bold]{profile.verdict}[/]: {escape(profile.reasons[0])}")
+    for reason in profile.reasons[1:]:
+        console.print(escape(reason))
+    if profile.suggestions:
+        console.print("\nof onepass would apply:")
+    for suggestion in profile.suggestions:
+        console.print(f"  [bold cyan]{escape(suggestion.call)}[/]")
+        console.print(Padding(escape(suggestion.saw), (0, 0, 0, 4)))
+
+
+# ---- the figures of the step ----
+
+
+def _lines(profile: Profile) -> list[str]:
+    per = f"{profile.steps} steps recorded; all figures are for one" if profile.steps > 1 else "one recorded"
+    low, high = profile.wall_range
+    wall = f"wall [bold]{time(profile.wall_us)}[/]"
+    wall += f" ({time(low)} to {time(high)})" if profile.timed else " with the profiler, which slows the CPU"
+    if profile.timed:
+        wall += f", {time(profile.traced_us)} with the profiler"
+    if profile.on_gpu:
+        busy = f"GPU busy {time(profile.busy_us)}, idle {time(profile.idle_us)} ({profile.idle_share:.0%})"
+    else:
+        busy = f"operators {time(profile.busy_us)} of the {time(profile.traced_us)}, outside them {profile.idle_share:.0%}"
+    lines = [f"[bold]{escape(profile.device)}[/]; {per}", wall, busy]
+    if profile.gaps:
+        gap = profile.gaps[0]
+        between = f"{escape(_cut(gap.before))} and {escape(_cut(gap.after))}"
+        most = f"the most between {between}: {number(gap.count)}, {time(gap.us)}"
+        lines.append(f"{counted(profile.gap_count, 'gap')}, {time(profile.gap_us)}; {most}")
+    lines.append(_launches(profile))
+    if profile.peak_bytes is not None:
+        lines.append(f"at most {size(profile.peak_bytes)} allocated beyond what was before")
+    ceilings = [f"copy {profile.limits.copy_gbs:,.0f} GB/s (read + write)"] if profile.limits.copy_gbs else []
+    ceilings += [f"{dtype} product {number(rate)} TFLOP/s" for dtype, rate in profile.limits.tflops.items()]
+    return [*lines, f"[dim]ceilings: {', '.join(ceilings) or 'unknown'}[/]", ""]
+
+
+def _launches(profile: Profile) -> str:
+    if not profile.on_gpu:
+        return f"{counted(profile.launches, 'operator')}, {time(profile.launch_us)} in the middle"
+    parts = [
+        f"{number(profile.kernels)} kernels, {number(profile.launches)} launches, {time(profile.launch_us)} each in the driver"
+    ]
+    if profile.graphs:
+        parts.append(f"{number(profile.graphs)} of them CUDA graphs")
+    if profile.host_us is not None:
+        a_launch = f" ({time(profile.host_us / profile.launches)} a launch)" if profile.launches else ""
+        parts.append(f"the CPU takes {time(profile.host_us)} to queue it{a_launch}")
+    if profile.waits:
+        parts.append(f"it waits for the GPU {number(profile.waits)} times")
+    return "; ".join(parts)
+
+
+# ---- the rows ----
+
+
+def _rows(profile: Profile, top: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("operator, or kernel without one" if profile.on_gpu else "operator", no_wrap=True, overflow="ellipsis")
+    columns = ["calls", *(["kernels"] if profile.on_gpu else []), "us", "share", "MB", "GB/s", "of copy", "TFLOP/s", "of peak"]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    shown, rest = profile.rows[:top], profile.rows[top:]
+    for row in shown:
+        table.add_row(escape(_cut(row.name)), *_cells(row, profile.on_gpu))
+    if rest:
+        calls, us, share = (sum(getattr(row, name) for row in rest) for name in ("calls", "us", "share"))
+        kernels = [number(sum(sum(row.kernels.values()) for row in rest))] if profile.on_gpu else []
+        table.add_row(f"{len(rest)} more", number(calls), *kernels, f"{us:,.1f}", f"{share:.1%}", *[""] * 5, style="dim")
+    calls, us = sum(row.calls for row in profile.rows), profile.rows_us
+    kernels = [number(sum(sum(row.kernels.values()) for row in profile.rows))] if profile.on_gpu else []
+    table.add_row("all", number(calls), *kernels, f"{us:,.1f}", "", *[""] * 5, style="bold")
+    return table
+
+
+def _cells(row: OperatorRow, on_gpu: bool) -> list[str]:
+    """Return a row's cells. "?" is an unknown value; a cell is blank where the figure doesn't apply."""
+    kernels = [number(sum(row.kernels.values()))] if on_gpu else []
+    moved = "?" if row.bytes is None else number(row.bytes / 1e6)
+    return [
+        number(row.calls), *kernels, f"{row.us:,.1f}", f"{row.share:.1%}", moved, "?" if row.gbs is None else number(row.gbs),
+        _fraction(row.of_copy), "" if row.tflops is None else number(row.tflops), _fraction(row.of_peak),
+    ]  # fmt: skip
+
+
+def _fraction(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _cut(name: str, most: int = _NAME) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+# ---- comparisons ----
+
+
+def _show_comparison(comparison: Comparison, console: Console) -> None:
+    before, after = comparison.before, comparison.after
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("a step", no_wrap=True)
+    for name in ("before", "after", "before / after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    busy = "GPU time" if before.on_gpu and after.on_gpu else "operators, with the profiler"
+    pairs: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
+        ("wall", before.wall_us, after.wall_us, time),
+        (busy, before.busy_us, after.busy_us, time),
+        ("idle", before.idle_us, after.idle_us, time),
+        ("gaps", before.gap_count, after.gap_count, number),
+        ("kernels", before.kernels, after.kernels, number),
+        ("launches", before.launches, after.launches, number),
+        ("bytes, where known", before.bytes, after.bytes, lambda count: f"{number(count / 1e6)} MB"),
+        ("peak memory added", before.peak_bytes, after.peak_bytes, size),
+    ]
+    for name, was, now, said in pairs:
+        if was is not None and now is not None and (was or now):
+            table.add_row(name, said(was), said(now), f"{was / now:.2f} x" if now else "", style="bold" if name == "wall" else "")
+    table.add_row("verdict", before.verdict, after.verdict, "")
+    console.print(table)
+    what = "kernels" if before.on_gpu and after.on_gpu else "operators"
+    for verb, names in (("went", comparison.gone()), ("came", comparison.came())):
+        if names:
+            console.print(f"\n{what} that {verb}: {number(sum(names.values()))}")
+        for name, count in list(names.items())[:_LISTED]:
+            console.print(f"  {number(count):>6}  {escape(_cut(name, 100))}")
+        if len(names) > _LISTED:
+            console.print(f"  [dim]and {len(names) - _LISTED} more names[/]")

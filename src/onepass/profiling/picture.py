@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from onepass.profiling.model import PictureBar, Profile
+from onepass.profiling.timeline import PictureBar
 from onepass.profiling.trace import Interval, union
-from onepass.profiling.verdict import counted, time
+from onepass.profiling.units import time
 from onepass.runtime.install_hint import install_hint
 
 _COLOURS = {"operator": "#c9ced5", "launch": "#7d8590", "product": "#0b6e75", "kernel": "#6cc9c0", "copy": "#b8893b"}
@@ -28,27 +28,35 @@ _THIN, _BIN, _PALEST = 6, 2, 0.15  # pixels, pixels, opacity
 _SHADED = 4  # pixels: narrower gaps are not shaded
 
 
-def draw(profiles: Sequence[tuple[str, Profile]], path: Path) -> None:
-    """Draw named profiles one above the other on one time axis."""
+class Timeline(NamedTuple):
+    """What is drawn of one profile: the last step's bars under a title and a caption."""
+
+    title: str
+    caption: str
+    bars: Sequence[PictureBar]
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Draw timelines one above the other on one time axis."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(f"a picture needs matplotlib: {install_hint('bench')}")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"path must end in .png, .svg or .pdf, but is {str(path)!r}")
     from matplotlib.figure import Figure
 
-    shown = [(name, profile, _last_step(profile.bars)) for name, profile in profiles]
-    span = max((bar.end for _, _, bars in shown for bar in bars), default=1.0)
-    heights = [_LANE * max(len(_lanes(bars)), 1) for _, _, bars in shown]
+    shown = [timeline._replace(bars=_last_step(timeline.bars)) for timeline in timelines]
+    span = max((bar.end for timeline in shown for bar in timeline.bars), default=1.0)
+    heights = [_LANE * max(len(_lanes(timeline.bars)), 1) for timeline in shown]
     height = _TOP + sum(heights) + (_TITLE + _BOTTOM) * len(shown)
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     top = height - _TOP
-    for (name, profile, bars), tall in zip(shown, heights, strict=True):
+    for timeline, tall in zip(shown, heights, strict=True):
         top -= _TITLE
         box = (_LABELS / _WIDTH, (top - tall) / height, (_WIDTH - _LABELS - _RIGHT) / _WIDTH, tall / height)
-        _timeline(figure.add_axes(box), bars, span)
-        _title(figure, name, profile, (top + 0.12) / height)
+        _timeline(figure.add_axes(box), timeline.bars, span)
+        _title(figure, timeline, (top + 0.12) / height)
         top -= tall + _BOTTOM
-    _legend(figure, {bar.kind for _, _, bars in shown for bar in bars}, height)
+    _legend(figure, {bar.kind for timeline in shown for bar in timeline.bars}, height)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
 
@@ -146,17 +154,9 @@ def _labels(axis: Any, at: int, bars: Sequence[PictureBar], span: float) -> None
             axis.text((bar.start + bar.end) / 2, at, said, ha="center", va="center", fontsize=6.5, color=colour, zorder=5)
 
 
-def _title(figure: Any, name: str, profile: Profile, at: float) -> None:
-    what = f"{name}: {profile.verdict}" if name else profile.verdict
-    facts = [f"wall {time(profile.wall_us)}", f"{'GPU busy' if profile.on_gpu else 'operators'} {time(profile.busy_us)}"]
-    if profile.on_gpu:
-        facts += [f"idle {profile.idle_share:.0%}", counted(profile.kernels, "kernel"), counted(profile.launches, "launch")]
-    else:
-        facts += [counted(profile.launches, "operator")]
-    drawn = "drawn with the profiler, which slows the CPU"
-    figure.text(0.2 / _WIDTH, at, what, fontsize=11.5, weight="bold", color=_INK, va="bottom")
-    small = f"{'; '.join(facts)}; {profile.device}; {drawn}"
-    figure.text(_LABELS / _WIDTH + 0.08, at, small, fontsize=8.5, color=_QUIET, va="bottom")
+def _title(figure: Any, timeline: Timeline, at: float) -> None:
+    figure.text(0.2 / _WIDTH, at, timeline.title, fontsize=11.5, weight="bold", color=_INK, va="bottom")
+    figure.text(_LABELS / _WIDTH + 0.08, at, timeline.caption, fontsize=8.5, color=_QUIET, va="bottom")
 
 
 def _legend(figure: Any, kinds: set[str], height: float) -> None:

@@ -14,27 +14,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from onepass.profiling.figures import figures, rows
-from onepass.profiling.labels import LabelCounter
+from onepass.profiling.figures import Gap, figures, rows
 from onepass.profiling.limits import limits_of
-from onepass.profiling.model import Gap, Profile
+from onepass.profiling.model import Profile
 from onepass.profiling.suggestions import suggestions
 from onepass.profiling.trace import STEP, WINDOW, read
-from onepass.profiling.verdict import counted, number
+from onepass.profiling.units import counted, number
 from onepass.profiling.verdict import verdict as verdict_of
 from onepass.runtime.ceilings import Ceilings
 
 Tick = Callable[[str], None]
 
+aten = torch.ops.aten
+_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _RUNS = (3, 15)  # the least and the most timing runs, without the profiler
 _RUN_US = 20e3  # a run calls a short function until it takes about this long, at most _MOST_CALLS times
 _MOST_CALLS = 200
@@ -228,6 +231,41 @@ def recording() -> Iterator[Recorded]:
         recorded.stop()
 
 
+# ---- labels without a loss ----
+
+
+class LabelCounter(TorchDispatchMode):
+    """Count all labels of cross entropies in the block, and those that are ignore_index, such as a prompt's.
+
+    A trace has the labels' shape, but not their values. Nothing waits for a GPU in the block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._all = 0
+        self._ignored: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _LOSSES and type(args[1]) is Tensor and not _is_capturing(args[1]):
+            _, labels, _, _, ignore_index = args
+            self._all += labels.numel()
+            self._ignored.append((labels == ignore_index).sum())
+        return func(*args, **(kwargs or {}))
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Count in the block, unless something was compiled in this process: under a mode Dynamo's code runs uncompiled."""
+        utils: Any = sys.modules.get("torch._dynamo.utils")
+        return nullcontext() if utils is not None and any(utils.counters["frames"].values()) else self
+
+    def ignored(self) -> float:
+        """The fraction of the labels that are ignored; 0 where no loss was seen."""
+        return sum(count.item() for count in self._ignored) / self._all if self._all else 0.0
+
+
+def _is_capturing(labels: Tensor) -> bool:
+    return labels.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 # ---- the profile ----
 
 
@@ -235,7 +273,8 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
     """Build the profile from a trace. Without a timing the wall time is the trace's, and Profile.timed is False."""
     data = json.loads(trace)
     found = figures(read(data))
-    limits = limits_of(found.calls, found.on_gpu, ceilings)
+    dtypes = [call.cost.dtype for call in found.calls if call.cost.dtype is not None]
+    limits = limits_of(dtypes, found.on_gpu, ceilings)
     steps = found.steps
     table = rows(found.calls, steps, limits)
     traced_us, busy_us = found.traced_us / steps, found.busy_us / steps

@@ -13,9 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
-from onepass.profiling.labels import LabelCounter
 from onepass.profiling.model import Profile
-from onepass.profiling.record import Recorded, Timing, described, gpu_in_use, synchronize
+from onepass.profiling.record import LabelCounter, Recorded, Timing, described, gpu_in_use, synchronize
 from onepass.profiling.trace import STEP, WINDOW
 from onepass.runtime.errors import CommandError
 

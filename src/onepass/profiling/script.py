@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from onepass.profiling.model import Profile
+from onepass.profiling.model import Profile, show
 from onepass.profiling.recorders import CallRecorder, RecordingDone, StepRecorder, WholeRecorder, say
 from onepass.runtime.errors import CommandError, check_output
 from onepass.runtime.install_hint import install_hint
@@ -138,11 +139,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _show(profile: Profile, args: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from onepass.profiling import table
-
-    table.show(profile, Console(highlight=False, width=None if sys.stdout.isatty() else 118), args.top)
+    show(profile, Console(highlight=False, width=None if sys.stdout.isatty() else 118), args.top)
     if args.picture:
         profile.picture(args.picture)
         print(f"picture in {args.picture}")

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from statistics import median
 
 from onepass.profiling.figures import Figures, OperatorCall
-from onepass.profiling.model import Limits, Suggestion
-from onepass.profiling.verdict import counted, listed, number, time
+from onepass.profiling.limits import Limits
+from onepass.profiling.units import counted, listed, number, time
 
 _LARGE_VOCABULARY, _LARGE_LOGITS = 8192, 1 << 24  # columns; elements, where columns are fewer
 _FAST = 0.9  # of the copy bandwidth
 _MANY_IGNORED = 0.1  # of the labels
 _WORTH = 0.01  # of the time: smaller suggestions are dropped
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A onepass fusion that applies to the recorded operators."""
+
+    call: str
+    saw: str
+    us: float  # per step: the time of the operators that it replaces; for a CUDA graph, the most that it can save
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.saw}"
 
 
 def suggestions(

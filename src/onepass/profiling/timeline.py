@@ -5,15 +5,27 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from onepass.profiling import costs
-from onepass.profiling.model import PictureBar
 from onepass.profiling.trace import Trace, TraceEvent
 
 _FUNCTOR = re.compile(r"\b(\w*(?:[Ff]unctor|KernelImpl|_kernel_impl|_kernel_cuda)\w*|\w+Ops)\b")
 _INNERMOST = re.compile(r"<[^<>]*>")
 _NAMELESS = ("Kernel", "Kernel2", "device_kernel")
+
+
+@dataclass(frozen=True)
+class PictureBar:
+    """One bar of the timeline: an operator, a kernel, a launch or a copy."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    kind: str  # "operator" | "launch" | "product" | "kernel" | "copy"
+    step: int
 
 
 class StepTimeline:

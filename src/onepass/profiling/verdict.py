@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from onepass.profiling.figures import Figures
-from onepass.profiling.model import NEAR, OperatorRow
+from onepass.profiling.figures import NEAR, Figures, OperatorRow
+from onepass.profiling.units import counted, listed, number, time
 
+VERDICTS = ("launch-bound", "bandwidth-bound", "compute-bound", "mixed")
 IDLE = 0.25  # of the wall time: from this idle fraction on, the step counts as waiting
 HALF = 0.5  # of the time: a property of this fraction is a property of the step
 _SMALL_CPU_US = 10.0  # wall time per operator, Python included: so short an operator moves few bytes
@@ -79,29 +80,3 @@ def _split(figures: Figures, rows: Sequence[OperatorRow], total: float) -> str:
 
 def _measured(row: OperatorRow) -> bool:
     return row.of_copy is not None or row.of_peak is not None
-
-
-# ---- text ----
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def counted(count: float, noun: str) -> str:
-    if count == 1:
-        return f"1 {noun}"
-    return f"{number(count)} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def listed(names: Iterable[str], most: int = 4) -> str:
-    listed = list(dict.fromkeys(names))
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
-
-
-def time(us: float) -> str:
-    """Format a time with three digits, in s, ms or us."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{us / size:.3g} {unit}"
-    return f"{us:.3g} us"

@@ -8,11 +8,10 @@ A check raises AssertionError if the op breaks the contract. Requirements of a s
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,43 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from onepass.runtime.dispatch import NAMESPACE
-from onepass.runtime.op import OPS, Op
-from onepass.runtime.samples import Sample, weights_of
+from onepass.runtime.op import OPS
 from onepass.testing.faults import MemorySteps
 from onepass.testing.fuzz import run_case
 from onepass.testing.poison import saved_tensors, unchanged
+from onepass.testing.subject import Subject, as_tuple, weighted_sum
 from onepass.testing.wrong_arguments import names_wrong_arguments
 
 _CLOSE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}  # rtol, atol
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An op's sample call by one backend on one device."""
-
-    op: Op
-    backend: str | None
-    device: torch.device
-    sample: Sample
-
-    def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return the sample's tensors. Floating-point ones require grad, except for the last `sample.frozen`."""
-        tensors = self.sample.tensors(self.device, dtype or (self.sample.dtype if self.backend == "triton" else torch.float32))
-        last = len(tensors) - self.sample.frozen
-        return [t.requires_grad_(t.is_floating_point() and i < last) for i, t in enumerate(tensors)]
-
-    def names(self) -> list[str]:
-        """Return the names of the arguments that the sample's tensors are given as."""
-        split = len(self.sample.tensors(self.device, torch.float32)) - len(self.sample.keywords)
-        return [*list(inspect.signature(self.op.function).parameters)[:split], *self.sample.keywords]
-
-    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _tuple(self.sample.call(self.op.function, *tensors, backend=self.backend))
-
-    def gradients(self, tensors: list[Tensor], ys: tuple[Tensor, ...] | None = None, **how: Any) -> list[Tensor]:
-        """Return the gradients of a weighted sum of all outputs, by the tensors that require grad."""
-        ys = self.run(*tensors) if ys is None else ys
-        return list(torch.autograd.grad(_loss(ys), [t for t in tensors if t.requires_grad], **how))
 
 
 def subjects(backend: str, device: torch.device) -> dict[str, Subject]:
@@ -70,18 +40,6 @@ def subjects(backend: str, device: torch.device) -> dict[str, Subject]:
             if name.partition(":")[0] == op.name:
                 found[name] = Subject(op, backend, device, sample)
     return found
-
-
-def _tuple(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _loss(ys: tuple[Tensor, ...]) -> Tensor:
-    # under torch.func nothing requires grad, and what is no function of the inputs has no tangent either
-    floating = [y for y in ys if y.is_floating_point()]
-    asked = [y for y in floating if y.requires_grad] or floating
-    total: Tensor = sum((y.float() * weights_of(y).float()).sum() for y in asked)  # type: ignore[assignment]
-    return total
 
 
 def _has_kernels(subject: Subject) -> bool:
@@ -218,7 +176,7 @@ def _second(
     function: Callable[..., Any], tensors: list[Tensor], first: list[Tensor], second: Callable[..., list[Tensor | None]]
 ) -> list[Tensor | None]:
     ys = function(*tensors)
-    total = _loss(_tuple(ys))
+    total = weighted_sum(as_tuple(ys))
     grads = torch.autograd.grad(total.square(), first, create_graph=True)
     penalty = total + sum(g.square().sum() for g in grads)
     return second(penalty, [t for t in tensors if t.requires_grad])
@@ -249,7 +207,7 @@ def follows_transforms(subject: Subject) -> None:
         whole = [t.detach() for t in tensors]
         for i, t in zip(asking, given, strict=True):
             whole[i] = t
-        return _loss(replace(subject, backend=by).run(*whole))
+        return weighted_sum(replace(subject, backend=by).run(*whole))
 
     transforms: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
         "grad": lambda of: torch.func.grad(of, tuple(range(len(points))))(*points),
@@ -289,7 +247,7 @@ def leaves_main_grad_alone_where_it_fails(subject: Subject) -> None:
         named = {name: t for name, t in zip(subject.names(), tensors, strict=True) if t.requires_grad}
         for t in named.values():
             _give_main_grad(t)
-        return named, _loss(subject.run(*tensors))
+        return named, weighted_sum(subject.run(*tensors))
 
     prepared()[1].backward()  # a kernel's first launch has steps of its own
     expected, loss = prepared()
@@ -311,7 +269,7 @@ def leaves_main_grad_alone_where_it_fails(subject: Subject) -> None:
             assert written is named_so, f"{name}.main_grad, written: {written}, after the error {said!r}"
             if written:
                 _give_main_grad(t)
-        _loss(subject.run(*_in_place_of(subject, named))).backward()
+        weighted_sum(subject.run(*_in_place_of(subject, named))).backward()
         for name in taking:
             assert torch.equal(named[name].main_grad, expected[name].main_grad), f"{name}.main_grad of a retry after step {step}"
 
@@ -351,9 +309,9 @@ def gives_gradients_of_nothing(subject: Subject) -> None:
             _give_main_grad(t)
         expected: list[Tensor | None] = [None] * len(names)
         if subject.sample.formula is not None:  # what no row reads may have a gradient all the same
-            expected = _by_backward(_loss(_tuple(subject.sample.call(subject.sample.formula, *formula))), formula)
+            expected = _by_backward(weighted_sum(as_tuple(subject.sample.call(subject.sample.formula, *formula))), formula)
         for leaves in (ours, adding):
-            found = _by_backward(_loss(subject.run(*leaves)), leaves)
+            found = _by_backward(weighted_sum(subject.run(*leaves)), leaves)
             for name, t, grad, zeros in zip(names, leaves, found, expected, strict=True):
                 if t.requires_grad:
                     what = f"gradient of {name}, where {names[0]} is {tuple(leaves[0].shape)}"
@@ -394,7 +352,7 @@ def can_be_checkpointed(subject: Subject) -> None:
     ys = checkpoint(subject.run, *tensors, use_reentrant=False)
     assert all(map(torch.equal, subject.gradients(tensors, ys), expected)), "not reentrant"
     leaves = [t for t in tensors if t.requires_grad]
-    grads = _by_backward(_loss(checkpoint(subject.run, *tensors, use_reentrant=True)), leaves)
+    grads = _by_backward(weighted_sum(checkpoint(subject.run, *tensors, use_reentrant=True)), leaves)
     assert all(g is not None and torch.equal(g, e) for g, e in zip(grads, expected, strict=True)), "reentrant"
 
 
@@ -406,7 +364,7 @@ def can_be_compiled(subject: Subject) -> None:
     torch._dynamo.reset()
     sample, function, backend = subject.sample, subject.op.function, subject.backend
     compiled = torch.compile(lambda *ts: sample.call(function, *ts, backend=backend), fullgraph=True, backend="aot_eager")
-    found = _tuple(compiled(*tensors))
+    found = as_tuple(compiled(*tensors))
     _close(found, expected, "results")
     _close(subject.gradients(tensors, found), grads, "gradients")
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -31,9 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.gradients.main_grad import _zeros
-
-if TYPE_CHECKING:
-    from onepass.testing.contract import Subject
+from onepass.testing.subject import Subject
 
 # arguments that may carry main_grad
 PARAMETERS = ("weight", "bias", "norm_weight", "norm_bias", "activation_bias", "lora.a", "lora.b")

@@ -7,16 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.runtime.backend import explain
 from onepass.testing.poison import unchanged
-
-if TYPE_CHECKING:
-    from onepass.testing.contract import Subject
+from onepass.testing.subject import Subject
 
 
 def names_wrong_arguments(subject: Subject) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from onepass.gpt import PRESETS, Config
 from onepass.gpt.settings import Flag, nearest, read_yaml
-from onepass.profiling.verdict import counted
+from onepass.profiling.units import counted
 from onepass.runtime.errors import CommandError
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.runtime.install_hint import install_hint

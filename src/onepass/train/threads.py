@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from onepass.profiling.verdict import counted
+from onepass.profiling.units import counted
 
 _PROBE_S = 0.15
 _PATIENCE_S = 30.0  # between two choices
