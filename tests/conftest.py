@@ -30,6 +30,7 @@ for _name, _logger in logging.root.manager.loggerDict.items():
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"
     import onepass.testing.interpreter  # noqa: F401
+from parallel.worlds import PAIRS, World  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,6 +38,37 @@ def _what_earlier_files_left():
     """Freeze the objects of earlier files: late in a run each garbage collection would take a second or two for them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_generate_tests(metafunc):
+    """Run a test that asks for `world` or `group` in each of its file's WORLDS, or with two ranks."""
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "world" in metafunc.fixturenames and "world" not in named:
+        metafunc.parametrize("world", getattr(metafunc.module, "WORLDS", PAIRS), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def world(request):
+    """The ranks that run functions of a file (parallel/worlds.py). They stay until its end."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this PyTorch has no gloo")
+    world = World(*request.param)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def group(world):
+    """The process group: a test that asks for it runs on each rank, and not here."""
+    return world
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    world = arguments.pop("group", None)
+    if world is not None:
+        world.run(pyfuncitem.function, **arguments)
+    return world
 
 
 def pytest_terminal_summary(terminalreporter):

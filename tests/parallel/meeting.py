@@ -1,14 +1,24 @@
-"""Set up the process group in a spawned rank: gloo on the CPU, or NCCL with one GPU for each rank."""
+"""Set up the process group in a rank's process, gloo on the CPU or NCCL with one GPU for each rank, and run functions there."""
 
 import faulthandler
+import importlib
+import io
 import os
+import pickle
+import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
-    import onepass.testing.interpreter  # noqa: F401
+    import onepass.testing.interpreter
+import onepass
+from onepass.runtime.backend import current_backend
+
+SECONDS = 300  # of a collective, which waits for ranks that a busy machine holds up
 
 
 def join(rank, ranks, folder, backend="gloo"):
@@ -23,10 +33,54 @@ def join(rank, ranks, folder, backend="gloo"):
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     meeting = f"file://{folder}/meeting-{ranks}"
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=SECONDS)
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=timeout, **options)
+
+
+def serve(rank, ranks, folder, backend, pipe):
+    """Run the functions that `World.run` sends. Answer with an error and a result, of which one is None."""
+
+    def answer(error, result=None):
+        saved = io.BytesIO()
+        torch.save((error, result), saved)
+        pipe.send_bytes(saved.getbuffer())
+
+    try:
+        join(rank, ranks, folder, backend)
+        while call := pipe.recv_bytes():
+            module, name, args, options = pickle.loads(call)
+            torch.manual_seed(0)
+            torch.use_deterministic_algorithms(False)
+            file = importlib.import_module(module)
+            with getattr(file, "rank_context", nullcontext)():
+                result = getattr(file, name)(dist.group.WORLD, *args, **options)
+            assert current_backend() == "auto", f"{name} has left a backend chosen for the calls to come"
+            answer(None, result)
+        dist.destroy_process_group()
+    except BaseException:
+        answer(traceback.format_exc())
+        pipe.poll(None)  # the end of this process would fail the others' collectives, which are not what went wrong
+
+
+def formulas_on_cpus():
+    """Run formulas on CPUs, where the interpreter takes far longer, and kernels on GPUs."""
+    return onepass.use_backend("triton" if dist.get_backend() == "nccl" else "torch")
+
+
+def gather(group, value):
+    """Return what each rank has."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def drawn(draw, *args, **options):
     """Draw on the CPU, where all ranks and the test get the same numbers, and move the tensor to the default device."""
     return draw(*args, device="cpu", **options).to(torch.get_default_device())
+
+
+def error_of(function, *args, **options):
+    """Return what the error of a call says."""
+    with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)) as raised:
+        function(*args, **options)
+    return str(raised.value)

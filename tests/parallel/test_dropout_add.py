@@ -1,58 +1,93 @@
-"""dropout_add of ranks with random states of their own: all drop what the first would alone. They run dropout_add_ranks.py."""
+"""dropout_add on ranks with random states of their own: all drop what the group's first rank would alone."""
+
+from functools import cache
+from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
 from ops.calls import relative
-from parallel import dropout_add_ranks
-from parallel.dropout_add_ranks import P, part
-from parallel.worlds import PAIRS, found_by
+from parallel.meeting import drawn
+from parallel.worlds import PAIRS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass.ops.dropout.dropout_add import dropout_add_reference
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 WORLDS = [*PAIRS, pytest.param(("gloo", 3), id="gloo-3")]
+SEQUENCE, BATCH, H, P = 11, 3, 40, 0.3
+PARTS = {2: (7, 4), 3: (2, 0, 9)}  # ranks -> tokens of each rank: uneven, and one rank may have none
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def found(request, tmp_path_factory):
-    """What each rank found."""
-    return found_by(dropout_add_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
+def part(rank, ranks):
+    first = [0, *accumulate(PARTS[ranks])][rank]
+    return slice(first, first + PARTS[ranks][rank])
 
 
-def ways(found):
-    return [way for way in ("torch", "triton") if way in found[0]]
+def whole():
+    """Return x, residual, the gradient of y and the bias. They are the same on all ranks."""
+    seeds = torch.Generator().manual_seed(5)
+    x, residual, dy = (drawn(torch.randn, (SEQUENCE, BATCH, H), generator=seeds) for _ in range(3))
+    return x, residual, dy, drawn(torch.randn, (H,), generator=seeds)
 
 
-def first_alone(found):
-    """What the group's first rank drops by itself, with no group: the same whatever the layout."""
-    return found[0]["by itself"]
+def leaves(group, sequence):
+    """Return x, residual, bias and y's gradient, whole or this rank's part. Seed each rank differently, as Megatron does."""
+    x, residual, dy, bias = whole()
+    rows = part(group.rank(), group.size()) if sequence else slice(None)
+    torch.manual_seed(100 + dist.get_rank())
+    return [*(t.clone().requires_grad_() for t in (x[rows], residual[rows], bias)), dy[rows]]
 
 
-def test_a_whole_sequence_on_every_rank(found):
-    for way in ways(found):
-        for rank in found:
-            for name, value in first_alone(found).items():
-                torch.testing.assert_close(rank[way]["whole"][name], value, rtol=1e-6, atol=1e-6)
+def call(group, p=P, sequence_parallel=False, tp_group=True, by=None, **options):
+    """Return y and the gradients of dropout_add, which `by` compiles or checkpoints."""
+    x, residual, bias, dy = leaves(group, sequence_parallel)
+
+    def function(x, residual, bias):
+        return onepass.dropout_add(
+            x, residual, p, bias=bias, tp_group=group if tp_group else None, sequence_parallel=sequence_parallel, **options
+        )
+
+    if by == "checkpoint":
+        y = checkpoint(lambda x, *more: function(x * 1, *more), x, residual, bias, use_reentrant=False)
+    elif by == "compile":
+        torch._dynamo.reset()
+        y = torch.compile(lambda *t: function(*t) * 1, backend="aot_eager", fullgraph=True)(x, residual, bias)
+    else:
+        y = function(x, residual, bias)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, "dresidual": residual.grad, "dbias": bias.grad}
 
 
-@pytest.mark.parametrize("how", ["parts", "checkpointed"])
-def test_parts_are_those_of_the_whole(found, how):
-    expected = first_alone(found)
-    for way in ways(found):
-        mine = [rank[way][how] for rank in found]
+def first_alone(world):
+    """Return what the group's first rank drops by itself, with no group: the same whatever the layout."""
+    return world.run(call, tp_group=False)[0]
+
+
+def test_a_whole_sequence_on_every_rank(world):
+    for way in world.ways:
+        for rank in world.run(call, backend=way):
+            for name, value in first_alone(world).items():
+                torch.testing.assert_close(rank[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", (None, "checkpoint"))
+def test_parts_are_those_of_the_whole(world, by):
+    expected = first_alone(world)
+    for way in world.ways:
+        parts = world.run(call, sequence_parallel=True, backend=way, by=by)
         for name in ("y", "dx", "dresidual"):
-            torch.testing.assert_close(torch.cat([each[name] for each in mine]), expected[name], rtol=1e-6, atol=1e-6)
-        assert [len(each["y"]) for each in mine] == list(dropout_add_ranks.PARTS[len(found)])
-        torch.testing.assert_close(sum(each["dbias"] for each in mine), expected["dbias"], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.cat([each[name] for each in parts]), expected[name], rtol=1e-6, atol=1e-6)
+        assert [len(each["y"]) for each in parts] == list(PARTS[len(world)])
+        torch.testing.assert_close(sum(each["dbias"] for each in parts), expected["dbias"], rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_parts_drop_each_their_own(found):
+def test_compiled_parts_drop_each_their_own(world):
     """By the compiler's random numbers, which need not be the eager ones: what is kept is right, no two rows drop the same."""
-    x, residual, _, bias = dropout_add_ranks.whole()
-    for way in ways(found):
-        y = torch.cat([rank[way]["compiled"]["y"] for rank in found])
+    x, residual, _, bias = whole()
+    for way in world.ways:
+        y = torch.cat([rank["y"] for rank in world.run(call, sequence_parallel=True, backend=way, by="compile")])
         dropped = y == residual
         torch.testing.assert_close(y, residual + torch.where(dropped, 0.0, (x + bias) * (65536 / (65536 - round(P * 65536)))))
         assert 0.15 < dropped.float().mean() < 0.45
@@ -60,25 +95,53 @@ def test_compiled_parts_drop_each_their_own(found):
         assert len(torch.unique(rows, dim=0)) == len(rows)
 
 
-def test_nothing_is_dropped_and_nothing_sent(found):
-    x, residual, _, bias = (t.double() for t in dropout_add_ranks.whole())
+@pytest.mark.parametrize("options", ({"p": 0.0}, {"training": False}), ids=str)
+def test_nothing_is_dropped(world, options):
+    x, residual, _, bias = (t.double() for t in whole())
     expected = dropout_add_reference(x, bias, residual)
-    for way in ways(found):
-        for name in ("nothing dropped", "evaluation"):
-            for rank, mine in enumerate(found):
-                y = mine[way][name]["y"]
-                assert y.numel() == 0 or relative(y, expected[part(len(found), rank)]) < 1e-6
-    for rank in found:  # the seed and a number of rows; nothing; the seed
-        assert rank["sent"] == [2, 1]
+    for way in world.ways:
+        for rank, mine in enumerate(world.run(call, sequence_parallel=True, backend=way, **options)):
+            assert mine["y"].numel() == 0 or relative(mine["y"], expected[part(rank, len(world))]) < 1e-6
 
 
-def test_groups(found):
+def test_a_seed_and_a_number_of_rows_are_sent(group):
+    x, residual, bias, dy = leaves(group, True)
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "c10d_functional" in str(function) and "wait" not in str(function):
+                sizes.append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        for p in (P, 0.0):
+            onepass.dropout_add(x, residual, p, bias=bias, tp_group=group, sequence_parallel=True).backward(dy)
+        onepass.dropout_add(x, residual, P, tp_group=group)
+    assert sizes == [2, 1]  # both, where the sequence is divided; nothing, where nothing is dropped; the seed
+
+
+@cache
+def groups_of(rank, ranks):
+    """Return the group of this rank alone, and that of the last two, or None."""
+    alone = [dist.new_group([each]) for each in range(ranks)][rank]
+    last = dist.new_group([ranks - 2, ranks - 1])
+    return alone, last if rank >= ranks - 2 else None
+
+
+def in_groups(world):
+    alone, last = groups_of(world.rank(), world.size())
+    return [None if group is None else call(group)["y"] for group in (alone, last)], call(world, tp_group=False)["y"]
+
+
+def test_groups(world):
     """A group of one is none; in a group of others than the first rank, that group's first counts."""
-    for rank in found:
-        assert torch.equal(rank["alone"]["y"], rank["by itself"]["y"])
-    last = [rank["pair"]["y"] for rank in found if "pair" in rank]
-    assert torch.equal(*last) and torch.equal(last[0], found[-2]["by itself"]["y"])
-    assert not torch.equal(found[0]["by itself"]["y"], found[1]["by itself"]["y"])
+    found = world.run(in_groups)
+    for (alone, _), without in found:
+        assert torch.equal(alone, without)
+    first, second = (last for (_, last), _ in found[-2:])
+    assert torch.equal(first, second) and torch.equal(first, found[-2][1])
+    assert not torch.equal(found[0][1], found[1][1])
 
 
 def test_a_group_that_is_none_needs_no_torch_distributed():
