@@ -26,6 +26,7 @@ LAYOUTS = {
     "fsdp, experts": {"use_fsdp": True, **EXPERTS},
     "fsdp, bf16": {"use_fsdp": True, "params_dtype": "bf16", "recompute_granularity": "full"},
     "pipeline": {"pipeline_model_parallel_size": 2, "global_batch_size": 4},
+    "pipeline, mtp": {"pipeline_model_parallel_size": 2, "global_batch_size": 4, "mtp_num_layers": 1},
 }
 
 

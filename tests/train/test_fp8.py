@@ -66,6 +66,8 @@ def test_a_resumed_run_is_the_run_by_kernels(tmp_path, monkeypatch):
         {"fp8_recipe": "tensorwise"},
         {"fp8_recipe": "rowwise"},
         EXPERTS,
+        {"mtp_num_layers": 1},
+        {"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "params_dtype": "bf16"},
         {"gradient_accumulation_fusion": False},
     ],
     ids=lambda settings: "-".join(settings) or "defaults",
@@ -74,6 +76,7 @@ def test_with_other_settings(settings, tmp_path):
     trained, other, lines, (path, _) = resumed(tmp_path, alone(), settings, (1,))
     assert lines[0] == lines[1] and weights(trained).equal(weights(other)) and equal(scales(trained), scales(other))
     assert any(name.startswith("fp8.history.") for name in whole(path)) is ("fp8_recipe" not in settings)
+    assert any(name.startswith("fp8.history.mtp.") for name in whole(path)) is ("mtp_num_layers" in settings)
 
 
 def test_the_scales_of_a_checkpoint_matter(tmp_path):
@@ -217,15 +220,16 @@ def test_codes_follow_the_weights_on_all_ranks(found, name):
 
 
 @needs_gloo
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "pipeline"])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "pipeline" not in name])
 def test_ranks_of_a_layer_have_the_same_scales(found, name):
     assert equal(found[0][name]["scales"][0], found[1][name]["scales"][0])
 
 
 @needs_gloo
 def test_stages_save_the_scales_of_their_layers(found):
-    layers = [{key.split(".")[1] for key in rank["pipeline"]["scales"][0]} for rank in found]
-    assert layers == [{"0"}, {"1"}]
+    for name, more in (("pipeline", set()), ("pipeline, mtp", {"mtp.0"})):
+        layers = [{".".join(key.split(".")[:2]) for key in rank[name]["scales"][0]} for rank in found]
+        assert layers == [{"layers.0"}, {"layers.1", *more}]
 
 
 @needs_gloo
@@ -254,15 +258,18 @@ def test_fully_shards_updates_are_seen_by_the_optimizers_step_alone(found):
 # ---- the log and the command line ----
 
 
-def test_a_resumed_run_goes_on_exactly(tmp_path, corpus, capsys):
+@pytest.mark.parametrize("more", ((), ("--mtp-num-layers", 1)), ids=("", "multi-token prediction"))
+def test_a_resumed_run_goes_on_exactly(more, tmp_path, corpus, capsys):
     folder, options = tmp_path / "run", (*QUICK, "--save-interval", 3, "--keep-checkpoints", 0, "--fp8-format", "hybrid")
-    assert train(corpus, "--run-dir", folder, *options) == 0
+    assert train(corpus, "--run-dir", folder, *options, *more) == 0
     rows = log(folder)
     assert all(row["saturated"].isdigit() and row["underflowed"].isdigit() for row in rows)
     said = capsys.readouterr().out
     assert "saturated" in said and "run in eight bits (e4m3, gradients in e5m2; delayed scales of 16 steps)" in said
-    (folder / "checkpoints" / "step-00000006").rename(tmp_path / "gone")
+    last, gone = folder / "checkpoints" / "step-00000006", tmp_path / "gone"
+    last.rename(gone)
     assert main(["train", "--device", "cpu", "--resume", str(folder), "--no-table", "--no-fusion-table", "--samples", "0"]) == 0
+    assert equal(whole(last), whole(gone))
     again = log(folder)
     same = "step", "loss", "grad_norm", "eval_loss", "saturated", "underflowed"
     assert [[row[key] for key in same] for row in rows] == [[row[key] for key in same] for row in again]
