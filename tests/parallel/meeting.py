@@ -51,7 +51,8 @@ def serve(rank, ranks, folder, backend, pipe):
             module, name, args, options = pickle.loads(call)
             torch.manual_seed(0)
             torch.use_deterministic_algorithms(False)
-            file = importlib.import_module(module)
+            with torch.device("cpu"):
+                file = importlib.import_module(module)
             with getattr(file, "rank_context", nullcontext)():
                 result = getattr(file, name)(dist.group.WORLD, *args, **options)
             assert current_backend() == "auto", f"{name} has left a backend chosen for the calls to come"
@@ -69,9 +70,10 @@ def formulas_on_cpus():
 
 def gather(group, value):
     """Return what each rank has."""
-    values = [None] * group.size()
-    dist.all_gather_object(values, value, group)
-    return values
+    saved, values = io.BytesIO(), [None] * group.size()
+    torch.save(value, saved)
+    dist.all_gather_object(values, saved.getvalue(), group)
+    return [torch.load(io.BytesIO(each), map_location=torch.get_default_device(), weights_only=False) for each in values]
 
 
 def drawn(draw, *args, **options):

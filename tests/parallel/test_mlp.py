@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ops.calls import needs_triton, relative
 from parallel.meeting import error_of
-from parallel.worlds import GLOO, World
+from parallel.worlds import FOURS, PAIRS, World
 from torch import nn
 from torch.nn import functional
 
@@ -19,9 +19,9 @@ import onepass
 from onepass.nn import MLP, linear, mlp, sharded_state_dict
 from onepass.parallel import reduce_sequence_parallel_grads
 
-WORLDS = GLOO
-of_two = pytest.mark.parametrize("world", GLOO[:1], indirect=True, scope="module")
-of_four = pytest.mark.parametrize("world", GLOO[1:], indirect=True, scope="module")
+WORLDS = [PAIRS[0], FOURS[0]]
+of_two = pytest.mark.parametrize("world", PAIRS[:1], indirect=True, scope="module")
+of_four = pytest.mark.parametrize("world", FOURS[:1], indirect=True, scope="module")
 S, B, K, F = 8, 2, 12, 16  # sequence, batch, hidden_size and ffn_hidden_size
 MICROBATCHES = 2
 OPTIONS = {  # case -> options of `train`

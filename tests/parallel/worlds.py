@@ -28,8 +28,8 @@ def _world(backend, ranks):
 
 
 PAIRS = [_world("gloo", 2), _world("nccl", 2)]
-WORLDS = [*PAIRS, _world("gloo", 4), _world("nccl", 4)]
-GLOO = [_world("gloo", 2), _world("gloo", 4)]
+FOURS = [_world("gloo", 4), _world("nccl", 4)]
+WORLDS = [*PAIRS, *FOURS]
 
 
 def start_method():
