@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from integrations.megatron.test_megatron import KINDS, config_of, model_of, step
+import torch.nn.functional as F
+from integrations.megatron.test_megatron import KINDS, config_of, local_spec, model_of, step
 
 from onepass.integrations import megatron
 
@@ -70,19 +71,99 @@ def test_a_gated_delta_net_is_megatrons(installed, monkeypatch):
     assert step(model) == pytest.approx(step(hybrid_model(config, "G-", spec)), rel=2e-6)
 
 
-def test_mamba_is_megatrons(installed, monkeypatch):
-    """Its kernels need a GPU and mamba-ssm, which Megatron asks for by name."""
+# ---- Mamba, whose kernels need a GPU and mamba-ssm ----
+
+
+def scan(zxbcdt, weight, bias, dt_bias, A, D, headdim, **_):
+    """Mamba 2's convolution, scan and gate, with one matrix of weights between tokens. One group."""
+    (heads,), wide, taps = A.shape, *weight.shape
+    inner = heads * headdim
+    z, xbc, dt = zxbcdt.split([inner, wide, heads], -1)
+    xbc = F.silu(F.conv1d(F.pad(xbc.mT, (taps - 1, 0)), weight[:, None], bias, groups=wide)).mT
+    x, B, C = xbc.split([inner, (wide - inner) // 2, (wide - inner) // 2], -1)
+    x, dt = x.unflatten(-1, (heads, headdim)), F.softplus(dt + dt_bias)
+    log_decay = (dt * A).cumsum(1)
+    future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)[..., None]
+    decay = (log_decay[:, :, None] - log_decay[:, None]).masked_fill(future, -torch.inf).exp()
+    y = torch.einsum("btn, bsn, btsh, bsh, bshp -> bthp", C, B, decay, dt, x) + D[:, None] * x
+    return y.flatten(2) * F.silu(z)
+
+
+class GatedNorm(torch.nn.RMSNorm):
+    def __init__(self, width, eps, group_size, norm_before_gate, device, dtype):
+        assert group_size == width
+        super().__init__(width, eps, device=device, dtype=dtype)
+
+
+@pytest.fixture
+def mamba(on_cpu, monkeypatch):
+    """Megatron's mixer, with formulas in place of mamba-ssm's kernels."""
     mixer = pytest.importorskip("megatron.core.ssm.mamba_mixer")
-    config = config_of(**PLAIN, mamba_head_dim=8, mamba_num_groups=1, mamba_state_dim=4)
-    if not mixer.HAVE_MAMBA_SSM:
-        with pytest.raises(ImportError, match="mamba-ssm"):
-            hybrid_model(config, "M")
     monkeypatch.setattr(mixer, "HAVE_MAMBA_SSM", True)
     for module in (mixer, sys.modules[mixer.MambaContextParallel.__module__]):
         monkeypatch.setattr(module, "HAVE_EINOPS", True)
-    monkeypatch.setattr(mixer, "RMSNormGated", lambda *_, **__: torch.nn.Identity(), raising=False)
-    layer = hybrid_model(config, "M*").decoder.layers[0]
-    assert isinstance(layer.mixer, mixer.MambaMixer) and "layer_norm_weight" in dict(layer.mixer.in_proj.named_parameters())
+
+    def rearrange(x, pattern):
+        return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
+
+    for name, stand_in in (("rearrange", rearrange), ("mamba_split_conv1d_scan_combined", scan), ("ExtendedRMSNorm", GatedNorm)):
+        monkeypatch.setattr(mixer, name, stand_in, raising=False)
+    return mixer
+
+
+def local_stack_spec(config):
+    """Megatron's own layers without Transformer Engine."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm import mamba_layer, mamba_mixer, mlp_layer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import transformer_layer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    local = local_spec(config).submodules
+    products = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mixes = mamba_layer.MambaLayerSubmodules(
+        norm=local.input_layernorm, mixer=ModuleSpec(mamba_mixer.MambaMixer, submodules=products), mamba_bda=local.mlp_bda
+    )
+    names = {"attention_layer": ("input_layernorm", "self_attention", "self_attn_bda")}
+    names["mlp_layer"] = "pre_mlp_layernorm", "mlp", "mlp_bda"
+    attends, feeds = (
+        transformer_layer.TransformerLayerSubmodules(**{name: getattr(local, name) for name in each}) for each in names.values()
+    )
+    layers = hybrid_block.HybridStackSubmodules(
+        mamba_layer=ModuleSpec(mamba_layer.MambaLayer, submodules=mixes),
+        attention_layer=ModuleSpec(transformer_layer.TransformerLayer, submodules=attends),
+        mlp_layer=ModuleSpec(mlp_layer.MLPLayer, submodules=feeds),
+    )
+    return ModuleSpec(hybrid_block.HybridStack, submodules=layers)
+
+
+MAMBA = {"mamba_head_dim": 8, "mamba_num_groups": 1, "mamba_state_dim": 4}
+
+
+@pytest.mark.parametrize("kind", ("RMSNorm, swiglu", "LayerNorm, gelu"))
+def test_a_stack_with_mamba_is_as_stock(kind, mamba, monkeypatch):
+    config = config_of(**KINDS[kind], **MAMBA, num_layers=4)
+    hybrid_block = pytest.importorskip("megatron.core.models.hybrid.hybrid_block")
+    with monkeypatch.context() as patched:
+        patched.setattr(hybrid_block, "TENorm", local_spec(config).submodules.input_layernorm, raising=False)
+        stock = step(hybrid_model(config, "M*M-", local_stack_spec(config)))
+    installed = megatron.install()
+    try:
+        model = hybrid_model(config, "M*M-")
+        megatron.apply(model)
+        assert step(model) == pytest.approx(stock, rel=2e-6)
+        mixer = model.decoder.layers[0].mixer
+        assert isinstance(mixer, mamba.MambaMixer) and mixer.in_proj.layer_norm_weight.grad.norm() > 0
+    finally:
+        installed.undo()
+
+
+def test_mamba_is_asked_for_by_name(installed):
+    mixer = pytest.importorskip("megatron.core.ssm.mamba_mixer")
+    if mixer.HAVE_MAMBA_SSM:
+        pytest.skip("mamba-ssm is installed")
+    with pytest.raises(ImportError, match="mamba-ssm"):
+        hybrid_model(config_of(**PLAIN, **MAMBA), "M")
 
 
 @pytest.mark.parametrize(("pattern", "what"), [("D-", "D, sparse attention"), ("E-", "E, without num_moe_experts")])
