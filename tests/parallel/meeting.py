@@ -8,6 +8,7 @@ import pickle
 import traceback
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
 import onepass
+from onepass.kernels.language import triton
 from onepass.runtime.backend import current_backend
 
 SECONDS = 300  # of a collective, which waits for ranks that a busy machine holds up
@@ -63,9 +65,28 @@ def serve(rank, ranks, folder, backend, pipe):
         pipe.poll(None)  # the end of this process would fail the others' collectives, which are not what went wrong
 
 
+def ways(backend=None):
+    """Return the ways in which ranks of a backend, or these ranks, can run an op."""
+    kernels = triton is not None and ((backend or dist.get_backend()) == "nccl" or os.environ.get("TRITON_INTERPRET"))
+    return ("torch", "triton") if kernels else ("torch",)
+
+
 def formulas_on_cpus():
     """Run formulas on CPUs, where the interpreter takes far longer, and kernels on GPUs."""
     return onepass.use_backend("triton" if dist.get_backend() == "nccl" else "torch")
+
+
+@cache
+def own_group():
+    """Return the group of this rank alone."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+@cache
+def every_other_rank():
+    """Return this rank's group of every other rank, which of two ranks is this one alone."""
+    ranks = range(dist.get_world_size())
+    return [dist.new_group([*ranks[first::2]]) for first in range(2)][dist.get_rank() % 2]
 
 
 def gather(group, value):

@@ -1,26 +1,85 @@
-"""Collectives and their gradients against the unsharded computation. The processes run collectives_ranks.py."""
+"""Collectives and their gradients against the unsharded computation."""
+
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import collectives_ranks
-from parallel.worlds import WORLDS, found_by
+from parallel.meeting import drawn, error_of, every_other_rank
+from parallel.worlds import FOURS, PAIRS
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+import onepass
+from onepass.parallel import collectives
 
-NAMES = list(collectives_ranks.cases(2))
+WORLDS = [*PAIRS, *FOURS]
+of_two = pytest.mark.parametrize("world", PAIRS, indirect=True, scope="module")
+of_four = pytest.mark.parametrize("world", FOURS, indirect=True, scope="module")
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (3, 0, 5, 1)  # columns of each rank's part in gather_last; one rank has none
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def found(request, tmp_path_factory):
-    """What each rank found."""
-    return found_by(collectives_ranks.run, request.param, tmp_path_factory.mktemp("ranks"))
+# ---- each mapping: its call, and each rank's input and incoming gradient ----
+
+
+def numbers(kind, place, shape, dtype):
+    """Return random numbers that are the same on every rank. `place` is the rank within its group that they are for."""
+    generator = torch.Generator().manual_seed(1000 * kind + place)
+    return drawn(torch.randn, shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# name -> (call, x's shape on each rank, y's shape on each rank, whether all ranks have the same x, and the same dy)
+def cases(ranks):
+    widths, whole = WIDTHS[:ranks], sum(WIDTHS[:ranks])
+    return {
+        "copy_to_group": (collectives.copy_to_group, [(3, 2, 5)] * ranks, [(3, 2, 5)] * ranks, True, False),
+        "sum_over_group": (collectives.sum_over_group, [(3, 2, 5)] * ranks, [(3, 2, 5)] * ranks, False, True),
+        "gather_last": (collectives.gather_last, [(3, 2, 5)] * ranks, [(3, 2, 5 * ranks)] * ranks, False, True),
+        "gather_last uneven": (collectives.gather_last, [(3, 2, w) for w in widths], [(3, 2, whole)] * ranks, False, True),
+        "gather_last sizes": (
+            lambda x, group: collectives.gather_last(x, group, sizes=widths),
+            [(3, 2, w) for w in widths],
+            [(3, 2, whole)] * ranks,
+            False,
+            True,
+        ),
+        "split_last": (collectives.split_last, [(3, 2, 4 * ranks)] * ranks, [(3, 2, 4)] * ranks, True, False),
+        "gather_sequence": (collectives.gather_sequence, [(3, 2, 5)] * ranks, [(3 * ranks, 2, 5)] * ranks, False, False),
+        "gather_sequence alike": (
+            lambda x, group: collectives.gather_sequence(x, group, sum_gradient=False),
+            [(3, 2, 5)] * ranks,
+            [(3 * ranks, 2, 5)] * ranks,
+            False,
+            True,
+        ),
+        "reduce_scatter_sequence": (
+            collectives.reduce_scatter_sequence, [(3 * ranks, 2, 5)] * ranks, [(3, 2, 5)] * ranks, False, False,
+        ),
+        "split_sequence": (collectives.split_sequence, [(3 * ranks, 2, 5)] * ranks, [(3, 2, 5)] * ranks, True, False),
+    }  # fmt: skip
+
+
+def inputs(name, ranks, dtype):
+    """Return x and dy of every rank in the group."""
+    _, of_x, of_y, same_x, same_dy = cases(ranks)[name]
+    xs = [numbers(0, 0 if same_x else place, shape, dtype) for place, shape in enumerate(of_x)]
+    dys = [numbers(1, 0 if same_dy else place, shape, dtype) for place, shape in enumerate(of_y)]
+    return xs, dys
+
+
+def strided(t):
+    """Return the same values with stride 2, with other values between them."""
+    return torch.stack([t, torch.full_like(t, 777)], -1)[..., 0]
+
+
+NAMES = list(cases(2))
+names = pytest.mark.parametrize("name", NAMES)
+types = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
 def whole(name, ranks, dtype):
-    """Unsharded and in fp64: each place's y and dx."""
-    xs, dys = collectives_ranks.inputs(name, ranks, dtype)
-    same_x, same_dy = collectives_ranks.cases(ranks)[name][3:]
+    """Return each place's y and dx, unsharded and in fp64."""
+    xs, dys = inputs(name, ranks, dtype)
+    same_x, same_dy = cases(ranks)[name][3:]
     leaves = [x.double().requires_grad_() for x in xs]
     if same_x:  # one tensor, which all ranks have
         leaves = leaves[:1] * ranks
@@ -41,157 +100,244 @@ def whole(name, ranks, dtype):
     return [(y.detach(), leaf.grad) for y, leaf in zip(ys, leaves, strict=True)]
 
 
-def tolerance(dtype, summed):
-    """Of sums over these ranks. 16-bit ones are made in fp32 and rounded once, but where NCCL rounds every one of several."""
+def tolerance(dtype, group):
+    """Return that of sums over a group. 16-bit ones are in fp32 and rounded once, but NCCL rounds every one of several."""
     if dtype == torch.float32:
         return {"rtol": 1e-6, "atol": 1e-6}
-    roundings = 0 if summed[0]["backend"] == "gloo" else len(summed) - 2
+    roundings = 0 if dist.get_backend() == "gloo" else group.size() - 2
     return {"rtol": 0, "atol": roundings * torch.finfo(dtype).eps / 2 * 8}  # the sums are less than 8
 
 
-def check(mine, expected, dtype, found):
-    y, dx = expected
-    for one, other in ((mine["y"], y), (mine["dx"], dx), (mine["third"], dx)):
-        assert one.dtype == dtype and one.shape == other.shape
-        torch.testing.assert_close(one, other.to(dtype), **tolerance(dtype, found))
-    assert torch.equal(mine["twice"], 2 * mine["dx"]) and torch.equal(mine["third"], mine["dx"])
-    assert mine["unchanged"]
+def check(name, group, dtype, layout=torch.clone):
+    """Run forward, and backward twice through the graph. Compare this rank's results with the unsharded."""
+    call, place = cases(group.size())[name][0], group.rank()
+    xs, dys = inputs(name, group.size(), dtype)
+    x, dy = layout(xs[place]).requires_grad_(), layout(dys[place])
+    y = call(x, group)
+    y.backward(dy, retain_graph=True)
+    dx = x.grad.clone()
+    y.backward(dy)  # accumulates into x.grad in place
+    assert torch.equal(x.grad, 2 * dx)
+    assert torch.equal(x, xs[place]) and torch.equal(dy, dys[place])
+    assert torch.equal(torch.autograd.grad(call(x, group), x, dy)[0], dx)
+    for mine, wanted in zip((y.detach(), dx), whole(name, group.size(), dtype)[place], strict=True):
+        assert mine.dtype == dtype and mine.shape == wanted.shape
+        torch.testing.assert_close(mine, wanted.to(dtype), **tolerance(dtype, group))
 
 
-@pytest.mark.parametrize("dtype", collectives_ranks.TYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_as_unsharded(found, name, dtype):
-    for mine, expected in zip(found, whole(name, len(found), dtype), strict=True):
-        check(mine["mappings"][name, dtype], expected, dtype, found)
+@types
+@names
+def test_as_unsharded(group, name, dtype):
+    check(name, group, dtype)
 
 
-@pytest.mark.parametrize("dtype", collectives_ranks.TYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_as_unsharded_in_groups_of_every_other_rank(found, name, dtype):
-    expected = whole(name, 2, dtype)
-    for rank, mine in enumerate(found):
-        place = collectives_ranks.members(len(found), rank).index(rank)
-        check(mine["strided_groups"][name, dtype], expected[place], dtype, found[:2])
+@of_four
+@types
+@names
+def test_as_unsharded_in_groups_of_every_other_rank(group, name, dtype):
+    check(name, every_other_rank(), dtype)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_strided_inputs_and_gradients(found, name):
-    for mine, expected in zip(found, whole(name, len(found), torch.bfloat16), strict=True):
-        check(mine["layouts"][name], expected, torch.bfloat16, found)
+@names
+def test_strided_inputs_and_gradients(group, name):
+    check(name, group, torch.bfloat16, strided)
 
 
-def test_no_tokens_and_expanded_gradients(found):
-    ranks = len(found)
-    for rank in found:
-        shapes, dx = rank["empty"]
-        assert shapes.pop("gather_last") == ((0, 4 * ranks), (0, 4))
-        assert shapes.pop("split_last") == ((0, 4 // ranks), (0, 4))
-        assert len(shapes) == 5 and all(pair == ((0, 4), (0, 4)) for pair in shapes.values())
-        assert torch.equal(dx, torch.full((2, 3), 2.0 * ranks))
+def test_no_tokens_and_expanded_gradients(group):
+    """sum() gives expanded ones."""
+    ranks = group.size()
+    widths = {"gather_last": 4 * ranks, "split_last": 4 // ranks}
+    for name in dict.fromkeys(name.partition(" ")[0] for name in NAMES):
+        x = torch.zeros(0, 4, dtype=torch.bfloat16 if "sequence" in name else torch.float32, requires_grad=True)
+        y = getattr(collectives, name)(x, group)
+        y.sum().backward()
+        assert y.shape == (0, widths.get(name, 4)) and x.grad.shape == (0, 4)
+    x = torch.ones(2, 3, requires_grad=True)
+    collectives.copy_to_group(x, group).sum().backward()
+    collectives.gather_sequence(x, group).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0 * ranks))
 
 
-def test_what_is_sent(found):
-    gather, total, scatter = ["all_gather_into_tensor"], ["all_reduce"], ["reduce_scatter_tensor"]
-    for rank in found:
-        assert rank["sent"] == {
-            "copy_to_group": ([], total, False),
-            "sum_over_group": (total, [], False),
-            "gather_last": (gather * 2, [], False),
-            "gather_last uneven": (gather * 2, [], False),
-            "gather_last sizes": (gather, [], False),
-            "split_last": ([], gather, False),
-            "gather_sequence": (gather, scatter, False),
-            "gather_sequence alike": (gather, [], False),
-            "reduce_scatter_sequence": (scatter, gather, False),
-            "split_sequence": ([], gather, False),
-        }
+class Sent:
+    """Record the names of the collectives that the block starts."""
+
+    def __enter__(self):
+        self.real, self.names = collectives._ops, []
+        collectives._ops = self
+        return self.names
+
+    def __getattr__(self, name):
+        if name != "wait_tensor":
+            self.names.append(name)
+        return getattr(self.real, name)
+
+    def __exit__(self, *exception):
+        collectives._ops = self.real
 
 
-def test_a_gradient_is_not_differentiated(found):
-    for rank in found:
-        assert len(rank["again"]) == len(NAMES)
-        assert all("differentiable once" in said for said in rank["again"])
+GATHER, TOTAL, SCATTER = ["all_gather_into_tensor"], ["all_reduce"], ["reduce_scatter_tensor"]
 
 
-def test_bare_pieces(found):
-    ranks = len(found)
-    for dtype in collectives_ranks.TYPES:
-        xs = [collectives_ranks.numbers(2, rank, (4, 3), dtype) for rank in range(ranks)]
-        total = sum(x.double() for x in xs)
-        for rank, mine in enumerate(found):
-            gathered, part, totals, same, unchanged = mine["bare"][dtype]
-            assert torch.equal(gathered, torch.cat(xs))
-            assert part.dtype == dtype and all(one.dtype == dtype for one in totals)
-            close = tolerance(dtype, found)
-            torch.testing.assert_close(part, total.chunk(ranks)[rank].to(dtype), **close)
-            contiguous, after, strided, after_strided = totals
-            torch.testing.assert_close(contiguous, total.to(dtype), **close)
-            torch.testing.assert_close(strided, total.to(dtype), **close)
-            assert not after.any() and not after_strided.any()
-            assert same and unchanged
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("copy_to_group", [], TOTAL),
+        ("sum_over_group", TOTAL, []),
+        ("gather_last", GATHER * 2, []),
+        ("gather_last uneven", GATHER * 2, []),
+        ("gather_last sizes", GATHER, []),
+        ("split_last", [], GATHER),
+        ("gather_sequence", GATHER, SCATTER),
+        ("gather_sequence alike", GATHER, []),
+        ("reduce_scatter_sequence", SCATTER, GATHER),
+        ("split_sequence", [], GATHER),
+    ],
+)
+def test_what_is_sent_and_that_a_gradient_is_not_differentiated(group, name, forward, backward):
+    call, (xs, dys) = cases(group.size())[name][0], inputs(name, group.size(), torch.float32)
+    x = xs[group.rank()].requires_grad_()
+    with Sent() as sent:
+        y = call(x, group)
+    assert sent == forward
+    with Sent() as sent:
+        y.backward(dys[group.rank()])
+    assert sent == backward
+    assert not call(x.detach(), group).requires_grad
+    assert "differentiable once" in error_of(torch.autograd.grad, call(x, group).square().sum(), x, create_graph=True)
 
 
-def test_many_in_flight(found):
-    ranks = len(found)
-    for rank in found:
-        wholes, parts, buffer = rank["in_flight"]
-        for index, (gathered, part) in enumerate(zip(wholes, parts, strict=True)):
-            each = [float(place + index) for place in range(ranks)]
-            assert torch.equal(gathered, torch.tensor(each).repeat_interleave(1000)[:, None].expand(-1, 8))
-            assert torch.equal(part, torch.full((1000 // ranks, 8), sum(each)).bfloat16())
-        assert torch.equal(buffer, torch.full((6, 1000), float(sum(range(ranks)))))
+@types
+def test_bare_pieces(group, dtype):
+    """Of strided inputs that require gradients."""
+    ranks, rank = group.size(), group.rank()
+    xs = [numbers(2, place, (4, 3), dtype) for place in range(ranks)]
+    x, total, close = strided(xs[rank]).requires_grad_(), sum(x.double() for x in xs), tolerance(dtype, group)
+    gathering, scattering = collectives.start_all_gather(x, group), collectives.start_reduce_scatter(x, group)
+    part, gathered = scattering.wait(), gathering.wait()
+    assert scattering.wait() is part and gathering.wait() is gathered
+    assert not gathered.requires_grad and not part.requires_grad and part.dtype == dtype
+    assert torch.equal(x, xs[rank]) and torch.equal(gathered, torch.cat(xs))
+    torch.testing.assert_close(part, total.chunk(ranks)[rank].to(dtype), **close)
+    for layout in (torch.clone, strided):
+        mine = layout(x.detach())
+        work = collectives.start_all_reduce(mine, group)
+        work.wait()
+        torch.testing.assert_close(mine, total.to(dtype), **close)
+        mine.zero_()
+        assert not work.wait().any(), "a second wait() overwrites what was written since"
 
 
-def test_errors_name_the_argument_and_nothing_is_sent(found):
-    ranks = len(found)
-    for place, rank in enumerate(found):
-        said, sent = rank["errors"]
-        first = f"x's first dimension must be a multiple of {ranks}, the size of group, but is {ranks + 1}: x has shape"
-        last = f"x's last dimension must be a multiple of {ranks}, the size of group, but is {2 * ranks - 1}: x has shape"
-        assert all(words.startswith(first) for words in said[:3]) and said[3].startswith(last)
-        assert said[4] == said[5] == "x must have at least one dimension, but has shape ()"
-        assert said[6] == f"sizes must be {ranks} numbers from 0 on, one a rank of group, but is [1]"
-        assert said[7] == f"sizes must be {ranks} numbers from 0 on, one a rank of group, but is {[-1] * ranks}"
-        right, wrong = list(range(ranks)), list(range(ranks))
-        right[place], wrong[place] = 2 * ranks - 1, 6
-        assert said[8] == f"sizes must be {right}, as x's last dimension on each rank of group, but is {wrong}"
-        assert sent == []
+def test_many_in_flight(group):
+    """Wait in another order. Inputs are freed and the memory is reused."""
+    works, ranks = [], range(group.size())
+    for index in range(8):
+        x = torch.full((1000, 8), float(group.rank() + index))
+        works += [collectives.start_all_gather(x, group), collectives.start_reduce_scatter(x.bfloat16(), group)]
+        del x
+        torch.full((1000, 8), float("nan"))
+    buffer = torch.full((6, 1000), float(group.rank()))
+    rows = [collectives.start_all_reduce(row, group) for row in buffer]
+    found = [work.wait() for work in reversed(works)][::-1]
+    for work in reversed(rows):
+        work.wait()
+    for index, (gathered, part) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        each = [float(place + index) for place in ranks]
+        assert torch.equal(gathered, torch.tensor(each).repeat_interleave(1000)[:, None].expand(-1, 8))
+        assert torch.equal(part, torch.full((1000 // len(ranks), 8), sum(each)).bfloat16())
+    assert torch.equal(buffer, torch.full((6, 1000), float(sum(ranks))))
 
 
-def test_under_validate_ranks_that_differ_are_told(found):
-    ranks = len(found)
-    for place, rank in enumerate(found):
-        said, longer, agreeing = rank["agreement"]
-        words = "must be the same on all ranks of group, but is"
-        differing = f"of shape ({ranks}, 4) and torch.float32 on its rank 0 and of shape ({2 * ranks}, 4)"
-        assert all(each.startswith(f"x {words} {differing}") for each in said[:4])
-        assert said[4].startswith(f"x, but for its last dimension, {words} of shape ({ranks},)")
-        assert said[5].startswith(f"sizes {words} {[1] * ranks} on its rank 0 and {[1] * (ranks - 1) + [2]} on its rank 1")
-        assert said[6].startswith(f"sizes must be {[1] * (ranks - 1) + [2]}, as x's last dimension on each rank of group, but")
-        assert "torch.float32 on its rank 0 and of shape (2, 1) and torch.bfloat16 on its rank 1" in said[7]
-        assert torch.equal(longer, torch.ones(ranks * (1 + place), 4))
-        for name, mine in agreeing.items():
-            check(mine, whole(name, ranks, torch.float32)[place], torch.float32, found)
+def test_errors_name_the_argument_and_nothing_is_sent(group):
+    ranks, place = group.size(), group.rank()
+    odd = torch.zeros(ranks + 1, 2 * ranks - 1)
+    right, wrong = list(range(ranks)), list(range(ranks))
+    right[place], wrong[place] = 2 * ranks - 1, 6
+    first = f"x's first dimension must be a multiple of {ranks}, the size of group, but is {ranks + 1}: x has shape"
+    last = f"x's last dimension must be a multiple of {ranks}, the size of group, but is {2 * ranks - 1}: x has shape"
+    with Sent() as sent:
+        for call in (collectives.reduce_scatter_sequence, collectives.start_reduce_scatter, collectives.split_sequence):
+            assert error_of(call, odd, group).startswith(first)
+        assert error_of(collectives.split_last, odd, group).startswith(last)
+        for call in (collectives.gather_sequence, collectives.gather_last):
+            assert error_of(call, torch.tensor(1.0), group) == "x must have at least one dimension, but has shape ()"
+        for sizes in ([1], [-1] * ranks):
+            said = error_of(collectives.gather_last, odd, group, sizes=sizes)
+            assert said == f"sizes must be {ranks} numbers from 0 on, one a rank of group, but is {sizes}"
+        said = error_of(collectives.gather_last, odd, group, sizes=wrong)
+        assert said == f"sizes must be {right}, as x's last dimension on each rank of group, but is {wrong}"
+    assert sent == []
 
 
-def test_compiled_without_a_break(found):
-    if len(found) == 4:
-        pytest.skip("compiled by two ranks only")
-    for rank in found:
-        eager, compiled = rank["compiled"]
-        torch.testing.assert_close(compiled, eager)
+def test_under_validate_ranks_that_differ_are_told(group):
+    ranks, rank = group.size(), group.rank()
+    longer, last = torch.ones(ranks * (1 + rank), 4), rank == ranks - 1
+    words, ones = "must be the same on all ranks of group, but is", [1] * (ranks - 1)
+    differing = f"of shape ({ranks}, 4) and torch.float32 on its rank 0 and of shape ({2 * ranks}, 4)"
+    with onepass.validate():
+        for name in ("gather_sequence", "reduce_scatter_sequence", "sum_over_group", "start_all_reduce"):
+            assert error_of(getattr(collectives, name), longer, group).startswith(f"x {words} {differing}")
+        said = error_of(collectives.gather_last, longer, group)
+        assert said.startswith(f"x, but for its last dimension, {words} of shape ({ranks},)")
+        said = error_of(collectives.gather_last, torch.ones(2, 1), group, sizes=[*ones, 1 + (rank > 0)])
+        assert said.startswith(f"sizes {words} {[*ones, 1]} on its rank 0 and {[*ones, 2]} on its rank 1")
+        said = error_of(collectives.gather_last, torch.ones(2, 1 + last), group, sizes=[*ones, 1])
+        assert said.startswith(f"sizes must be {[*ones, 2]}, as x's last dimension on each rank of group, but")
+        said = error_of(collectives.gather_sequence, torch.ones(2, 1).to(TYPES[rank % 2]), group)
+        assert "torch.float32 on its rank 0 and of shape (2, 1) and torch.bfloat16 on its rank 1" in said
+        assert torch.equal(longer, torch.ones(ranks * (1 + rank), 4))
+        for name in NAMES:
+            check(name, group, torch.float32)
 
 
-def test_a_group_of_one_and_a_group_without_this_rank(found):
-    for rank in found:
-        sent, same, said = rank["alone"]
-        assert sent == [] and same
-        assert len(said) == 4
-        words = "group must be None or a torch.distributed.ProcessGroup that has this rank, but is"
-        assert all(each.startswith(words) for each in said)
+@of_two
+def test_compiled_without_a_break(group):
+    """All mappings and asynchronous collectives in one graph."""
+    def chain(x):
+        y = collectives.copy_to_group(x, group)
+        y = collectives.gather_sequence(y * 2, group)
+        y = collectives.reduce_scatter_sequence(y.sin(), group)
+        y = collectives.gather_last(y.cos(), group, sizes=[y.shape[-1]] * group.size())
+        y = collectives.split_last(y.sin(), group)
+        y = collectives.sum_over_group(y.cos(), group)
+        return collectives.split_sequence(collectives.gather_sequence(y, group, sum_gradient=False) * 3, group)
+
+    def pieces(x):
+        part = collectives.start_reduce_scatter(x, group).wait()
+        return collectives.start_all_reduce(collectives.start_all_gather(part * 2, group).wait() + 1, group).wait() * 3
+
+    def both(x):
+        return chain(x), pieces(x)
+
+    x, found = numbers(3, group.rank(), (4, 6), torch.bfloat16).requires_grad_(), []
+    for function in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
+        y, *others = function(x)
+        found.append([y.detach(), torch.autograd.grad(y.float().square().sum(), x)[0], *others])
+    torch.testing.assert_close(*found)
+
+
+def handed_back(x, group):
+    """Return whether every function returns x itself."""
+    mappings = [getattr(collectives, name.partition(" ")[0])(x, group) for name in cases(2)]
+    pieces = collectives.start_all_gather, collectives.start_reduce_scatter, collectives.start_all_reduce
+    return all(y is x for y in [*mappings, *(start(x, group).wait() for start in pieces)])
+
+
+@cache
+def groups_of_one():
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+
+def test_a_group_of_one_and_a_group_without_this_rank(group):
+    alone, others = groups_of_one()[group.rank()], groups_of_one()[group.rank() - 1]
+    with Sent() as sent:
+        assert handed_back(torch.ones(4, 3, requires_grad=True), alone)
+    assert sent == []
+    for name in ("copy_to_group", "sum_over_group", "gather_last", "start_all_reduce"):
+        said = error_of(getattr(collectives, name), torch.ones(4, 3), others)
+        assert said.startswith("group must be None or a torch.distributed.ProcessGroup that has this rank, but is")
 
 
 def test_without_a_group_and_without_torch_distributed():
     x = torch.ones(3, 5, requires_grad=True)
     assert not dist.is_initialized()
-    assert collectives_ranks.handed_back(x, None)
+    assert handed_back(x, None)

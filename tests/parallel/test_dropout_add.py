@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ops.calls import relative
-from parallel.meeting import drawn
+from parallel.meeting import drawn, ways
 from parallel.worlds import PAIRS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -66,7 +66,7 @@ def first_alone(world):
 
 
 def test_a_whole_sequence_on_every_rank(world):
-    for way in world.ways:
+    for way in ways(world.backend):
         for rank in world.run(call, backend=way):
             for name, value in first_alone(world).items():
                 torch.testing.assert_close(rank[name], value, rtol=1e-6, atol=1e-6)
@@ -75,7 +75,7 @@ def test_a_whole_sequence_on_every_rank(world):
 @pytest.mark.parametrize("by", (None, "checkpoint"))
 def test_parts_are_those_of_the_whole(world, by):
     expected = first_alone(world)
-    for way in world.ways:
+    for way in ways(world.backend):
         parts = world.run(call, sequence_parallel=True, backend=way, by=by)
         for name in ("y", "dx", "dresidual"):
             torch.testing.assert_close(torch.cat([each[name] for each in parts]), expected[name], rtol=1e-6, atol=1e-6)
@@ -86,7 +86,7 @@ def test_parts_are_those_of_the_whole(world, by):
 def test_compiled_parts_drop_each_their_own(world):
     """By the compiler's random numbers, which need not be the eager ones: what is kept is right, no two rows drop the same."""
     x, residual, _, bias = whole()
-    for way in world.ways:
+    for way in ways(world.backend):
         y = torch.cat([rank["y"] for rank in world.run(call, sequence_parallel=True, backend=way, by="compile")])
         dropped = y == residual
         torch.testing.assert_close(y, residual + torch.where(dropped, 0.0, (x + bias) * (65536 / (65536 - round(P * 65536)))))
@@ -99,7 +99,7 @@ def test_compiled_parts_drop_each_their_own(world):
 def test_nothing_is_dropped(world, options):
     x, residual, _, bias = (t.double() for t in whole())
     expected = dropout_add_reference(x, bias, residual)
-    for way in world.ways:
+    for way in ways(world.backend):
         for rank, mine in enumerate(world.run(call, sequence_parallel=True, backend=way, **options)):
             assert mine["y"].numel() == 0 or relative(mine["y"], expected[part(rank, len(world))]) < 1e-6
 

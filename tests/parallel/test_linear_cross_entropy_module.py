@@ -1,12 +1,9 @@
 """nn.LinearCrossEntropy over two ranks, tied to an embedding, against the undivided formulas in fp64."""
 
-from functools import cache
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parallel.meeting import drawn, error_of, formulas_on_cpus, gather
+from parallel.meeting import drawn, error_of, formulas_on_cpus, gather, own_group
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,12 +49,6 @@ def tokens(size, microbatch):
     ids, labels = drawn(torch.randint, size, (2, B, S), generator=generator)
     labels[0, 2] = -100
     return ids, labels
-
-
-@cache
-def own_group():
-    """Return the group of this rank alone."""
-    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 
 def finished(products):

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ops.calls import needs_triton, relative
-from parallel.meeting import error_of
+from parallel.meeting import error_of, every_other_rank
 from parallel.worlds import FOURS, PAIRS, World
 from torch import nn
 from torch.nn import functional
@@ -107,11 +106,6 @@ def train(group, scaled=False, column=False, main_grad=False, dtype=torch.float6
 def case(world, name):
     with onepass.use_backend("triton" if name == "by kernels" else "auto"):
         return train(world, **OPTIONS[name])
-
-
-@cache
-def every_other_rank():
-    return [dist.new_group(those) for those in ([0, 2], [1, 3])][dist.get_rank() % 2]
 
 
 def case_of_every_other_rank(world, name):

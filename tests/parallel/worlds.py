@@ -16,8 +16,6 @@ import torch
 import torch.multiprocessing as mp
 from parallel import meeting
 
-from onepass.kernels.language import triton
-
 TESTS = Path(__file__).parents[1]
 GRACE = 3  # seconds in which ranks may still say what went wrong, after the first has
 
@@ -87,12 +85,6 @@ class World:
             said += [f"on rank {rank}: no answer" for rank in waiting.values()]
             pytest.fail("\n".join([f"{function.__qualname__} failed", *said]))
         return results
-
-    @property
-    def ways(self):
-        """The backends of onepass that these ranks can run."""
-        kernels = triton is not None and (self.backend == "nccl" or os.environ.get("TRITON_INTERPRET"))
-        return ("torch", "triton") if kernels else ("torch",)
 
     def _start(self):
         self._folder = tempfile.TemporaryDirectory()
