@@ -94,7 +94,8 @@ def gather(group, value):
     saved, values = io.BytesIO(), [None] * group.size()
     torch.save(value, saved)
     dist.all_gather_object(values, saved.getvalue(), group)
-    return [torch.load(io.BytesIO(each), map_location=torch.get_default_device(), weights_only=False) for each in values]
+    here = {f"cuda:{rank}": str(torch.get_default_device()) for rank in range(dist.get_world_size())}
+    return [torch.load(io.BytesIO(each), map_location=here, weights_only=False) for each in values]
 
 
 def drawn(draw, *args, **options):
