@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parallel.fp8_ranks import use_formulas
+from parallel.fp8_layers import running
 from parallel.meeting import join
 from train.checkpoint_runs import batch, configured, saved
 
@@ -116,8 +116,13 @@ class FreshCodes:
 
 def run(rank, ranks, folder, backend):
     join(rank, ranks, folder, backend)
-    use_formulas()
-    folder, found = Path(folder), {}
+    with running("formulas"):
+        torch.save(found_on_ranks(Path(folder)), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def found_on_ranks(folder):
+    found = {}
     for name, settings in LAYOUTS.items():
         found[name] = case(folder / name, settings)
     counted = fp8_weight.version_of
@@ -125,9 +130,7 @@ def run(rank, ranks, folder, backend):
     found["fsdp, steps are not counted"] = case(folder / "not counted", LAYOUTS["fsdp"])
     fp8_weight.version_of = counted
     found["loaded between steps"] = loaded_between_steps(folder / "loaded")
-    found["another layout"] = other_layout(folder / "data" / "checkpoints" / "step-00000002")
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found | {"another layout": other_layout(folder / "data" / "checkpoints" / "step-00000002")}
 
 
 def case(folder, settings):
