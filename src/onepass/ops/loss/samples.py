@@ -17,7 +17,7 @@ from onepass.ops.loss.formula import STATISTICS, LossTerms
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.statistics import check_statistics
-from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
+from onepass.runtime.random_calls import FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
     Sample,
@@ -149,10 +149,11 @@ def _random_cross_entropy(draw: Draw) -> RandomCall:
         rows = logits.numel() // vocabulary
         asked = check_statistics(options["return_stats"])
         floating = [name for name in asked if name != "correct"]  # as results are counted
-        # an entropy of almost 0, which the formula makes as a difference
-        of_entropy = {f"y{i}": _ROUNDED for i, name in enumerate(floating, 1) if name == "entropy"}
+        lost = _error_of_differences(logits, options["softcap"]) if dtype is FP64 else 0.0
+        floor = {"log_prob": lost, "entropy": _ROUNDED + lost, "log_sum_sq_probs": lost}  # an entropy may be almost 0
+        differences = {f"y{i}": floor[name] for i, name in enumerate(floating, 1) if name in floor}
         sums = {"y0": _ROUNDED * size * _summed(rows, options), "dlogits": _ROUNDED * size / _averaged(rows, options)}
-        return sums | of_entropy
+        return sums | differences
 
     return RandomCall(tensors, {**options, "inplace_backward": over}, formula, written=written, finite=True, floors=floors)
 
@@ -171,6 +172,18 @@ def _random_targets(
 
 
 _ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the logarithm of the vocabulary are rounded to fp32
+
+
+def _error_of_differences(logits: Tensor, softcap: float | None) -> float:
+    """Bound the error of statistics that the formula makes as a logsumexp's difference. In fp64 it is the exact result too.
+
+    The entropy is logsumexp - sum(p * logits). Each rounding is an error of eps / 2 times the logits' size: one of the logsumexp,
+    three of exp, p and p * logits, and as many as levels of two sums over V. That of logits - max, within p, comes to at most the
+    entropy times as much. With an entropy of at most 0.7 log2(V) these are fewer than 4 + 3 log2(V). log_prob has one of them,
+    log_sum_sq_probs four.
+    """
+    size = min(_size(logits), softcap or math.inf)
+    return (2 + 1.5 * math.log2(logits.shape[-1])) * size * torch.finfo(FP32).eps  # floors are of fp32, and scaled to the type
 
 
 def _size(t: Tensor) -> float:
