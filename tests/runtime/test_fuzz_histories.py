@@ -1,10 +1,16 @@
 """Histories of layers in eight bits: no error is silent, and fuzzing finds those that would be."""
 
+import re
+
 import pytest
 import torch
 from ops.calls import backends
 
 from onepass.gradients.fp8_weight import FP8Weight
+from onepass.ops.activation import fp8 as activation_fp8
+from onepass.ops.norm.norm_rows import NormRows
+from onepass.product import function
+from onepass.runtime.fp8 import E5M2, dequantise, finite_amax, quantise, scale_for
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing import fuzz_histories
 from onepass.testing.fuzz import fuzz_cases
@@ -53,3 +59,42 @@ def test_a_gradient_in_codes_that_is_wrong_or_not_counted_is_found(broken, monke
     stock = FP8Weight.gradient_target
     monkeypatch.setattr(FP8Weight, "gradient_target", lambda state, how: broken(state, *stock(state, how)))
     assert run()
+
+
+def _bias_of_codes(monkeypatch):
+    def column_sums(dy, stock=function.column_sums):
+        scale = scale_for(finite_amax(dy), E5M2)
+        return stock(dy if dy.dtype is torch.float64 else dequantise(quantise(dy, scale, E5M2), 1 / scale))
+
+    monkeypatch.setattr(function, "column_sums", column_sums)
+
+
+def _norm_weight_of_rows(monkeypatch):
+    def backward(rows, kept, *args, stock=NormRows.backward, **options):
+        made = stock(rows, kept, *args, **options)
+        dx, dweight, *more = made.inputs
+        return made if rows.dtype is torch.float64 else made._replace(inputs=(dx, dweight * kept[1], *more))
+
+    monkeypatch.setattr(NormRows, "backward", backward)
+
+
+def _activation_bias_of_scaled_codes(monkeypatch):
+    def backward(*args, stock=activation_fp8.activation_backward_codes, **options):
+        found = stock(*args, **options)
+        return found if found.dbias is None else found._replace(dbias=found.dx.float().sum(0).to(found.dbias.dtype))
+
+    monkeypatch.setattr(activation_fp8, "activation_backward_codes", backward)
+
+
+@pytest.mark.parametrize("broken", (_bias_of_codes, _norm_weight_of_rows, _activation_bias_of_scaled_codes))
+def test_a_vectors_gradient_that_is_wrong_is_found(broken, monkeypatch):
+    """Of the product in eight bits alone: what it is judged by, in fp64, is as it was."""
+    broken(monkeypatch)
+    found = (run_history(seed, device=DEVICE, backends=("torch",)).failures for seed in range(CASES["torch"]))
+    failures = next(filter(None, found))
+    assert all(re.search(r"d[a-z_.\d]*(bias|norm_weight): off", words) for words in failures), failures
+
+
+def test_a_vectors_gradient_whose_terms_cancel_is_judged_by_their_size():
+    """Of one row whose numbers lie far apart, the norm's is almost one number: 0.27 of its size is a rounding of its terms."""
+    assert not run_history(2298, backends=("torch",)).failures
