@@ -89,7 +89,7 @@ def test_statistics_in_fp64_are_judged_by_what_the_formula_loses(monkeypatch):
         return [seed for seed in seeds if fuzz.run_case(OPS["cross_entropy"], seed, **how).failures]
 
     monkeypatch.setattr(Draw, "dtype", lambda draw: draw.choose((torch.float64,)))
-    assert not failed((643, 699, 930, 985, 1136, 3084, 6813), 0.0)
+    assert not failed((643, 699, 930, 985, 1136, 3084, 6813, 9202), 0.0)
     assert not failed(range(12), 0.0) and len(failed(range(12), 1e-13)) > 2
 
 

@@ -177,13 +177,14 @@ _ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the log
 def _error_of_differences(logits: Tensor, softcap: float | None) -> float:
     """Bound the error of statistics that the formula makes as a logsumexp's difference. In fp64 it is the exact result too.
 
-    The entropy is logsumexp - sum(p * logits). Each rounding is an error of eps / 2 times the logits' size: one of the logsumexp,
-    three of exp, p and p * logits, and as many as levels of two sums over V. That of logits - max, within p, comes to at most the
-    entropy times as much. With an entropy of at most 0.7 log2(V) these are fewer than 4 + 3 log2(V). log_prob has one of them,
-    log_sum_sq_probs four.
+    The entropy is logsumexp - sum(p * logits). Each rounding is an error of eps / 2 times the logits' size. There is one of the
+    logsumexp, and three of exp, p and p * logits. That of logits - max, within p, comes to at most the entropy times as much, so
+    0.7 log2(V), and the sum over V, in levels, to about 2 log2(V). A softmax on a CPU adds up V / 4 numbers in each lane, in
+    turn, and equal ones may all be rounded alike. log_prob has one of these, log_sum_sq_probs four.
     """
-    size = min(_size(logits), softcap or math.inf)
-    return (2 + 1.5 * math.log2(logits.shape[-1])) * size * torch.finfo(FP32).eps  # floors are of fp32, and scaled to the type
+    V, size = logits.shape[-1], min(_size(logits), softcap or math.inf)
+    roundings = 4 + 3 * math.log2(V) + V / 4
+    return roundings / 2 * size * torch.finfo(FP32).eps  # floors are of fp32, and scaled to the type
 
 
 def _size(t: Tensor) -> float:
