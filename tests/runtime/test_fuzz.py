@@ -93,6 +93,13 @@ def test_statistics_in_fp64_are_judged_by_what_the_formula_loses(monkeypatch):
     assert not failed(range(12), 0.0) and len(failed(range(12), 1e-13)) > 2
 
 
+def test_a_gradient_in_fp32_beside_fp64_is_judged_as_fp32(monkeypatch):
+    """A token's weight gets the difference of two terms, each rounded to the weight's type."""
+    monkeypatch.setattr(Draw, "dtype", lambda draw: draw.choose((torch.float64,)))
+    for seed in (188, 217):
+        assert not fuzz.run_case(OPS["linear_cross_entropy"], seed, backends=("torch",)).failures
+
+
 # ---- a failing case ----
 
 

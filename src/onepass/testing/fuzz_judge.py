@@ -53,7 +53,8 @@ def judge(
     found = []
     for name, result in ours.items():
         wide, gradient = [baseline[name] for baseline in baselines], name.startswith("d")
-        floor = max((floors or {}).get(name, 0.0) * eps / _FP32, VANISHED if gradient else 0.0)
+        kept = max(eps, min(_FP32, torch.finfo(result.dtype).eps))  # a gradient of fp32 beside x in fp64 has terms in fp32
+        floor = max((floors or {}).get(name, 0.0) * kept / _FP32, VANISHED if gradient else 0.0)
         beside = max(results, gradients) if gradient else results
         allowed = Allowed(beside, factor, floor, gradient or factor > 1, SLACK * eps / _FP32)
         found += [f"{name} {words}" for words in _judge_one(result, exact[name], wide, types.get(name, result.dtype), allowed)]
