@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu.calls import captured, deterministic_algorithms, memory_goes_back, needs_60_gib, nobody_waits, taken
-from parallel import trained_ranks
+from parallel import histories
 from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, fed, gradients_of, judge, kept, named, parameters_of
 from torch import nn
 
@@ -71,11 +71,11 @@ def test_over_a_hundred_steps_masters_are_as_near_to_fp64_as_torchs_fused(dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("kind", trained_ranks.KINDS)
+@pytest.mark.parametrize("kind", histories.KINDS)
 def test_random_histories_are_torchs(kind, dtype):
     """Of freezing, unfreezing and writing weights."""
     for seed in range(4):
-        assert not trained_ranks.judged(trained_ranks.History(seed), trained_ranks.made(kind, dtype))
+        assert not histories.judged(histories.History(seed), histories.made(kind, dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -89,6 +89,12 @@ def every_other_rank():
     return [dist.new_group([*ranks[first::2]]) for first in range(2)][dist.get_rank() % 2]
 
 
+@cache
+def halves():
+    """Return this of four ranks' group, of the first two or the last."""
+    return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
+
+
 def gather(group, value):
     """Return what each rank has."""
     saved, values = io.BytesIO(), [None] * group.size()

@@ -1,11 +1,9 @@
-"""AdamW over main_grad: against fp64 and torch's, masters of every kind of number, states, schedules, and ranks."""
+"""AdamW over main_grad: against fp64 and torch's, masters of every kind of number, states and schedules."""
 
 import copy
 import gc
 from contextlib import nullcontext
-from itertools import pairwise
 
-import parallel.adamw_ranks as world
 import pytest
 import torch
 from parallel.adamw_oracle import (
@@ -25,7 +23,6 @@ from parallel.adamw_oracle import (
     parameters_of,
     rounded,
 )
-from parallel.worlds import PAIRS, found_by
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -566,54 +563,6 @@ def test_what_cannot_be_stepped_is_named():
     with pytest.raises(RuntimeError, match="groups must be given when AdamW is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert one.tolist() == [1.0] * 4
-
-
-# ---- ranks ----
-
-
-@pytest.fixture(scope="module", params=PAIRS)
-def found(request, tmp_path_factory):
-    return found_by(world.run, request.param, tmp_path_factory.mktemp("adamw"))
-
-
-@pytest.mark.parametrize("dtype", world.TYPES, ids=str)
-def test_sharded_it_is_as_master_weights(found, dtype):
-    for rank in found:
-        log = rank["trained"][dtype]
-        for name, weight in log["ours"].items():
-            torch.testing.assert_close(weight, log["theirs"][name], rtol=2**-7 if dtype is BF16 else 1e-5, atol=1e-6)
-            assert torch.equal(weight, found[0]["trained"][dtype]["ours"][name])
-            assert torch.equal(weight, log["released"][name])
-        assert not all(torch.equal(weight, log["start"][name]) for name, weight in log["ours"].items())
-        assert log["cleared"] and log["norms"][0] == pytest.approx(log["norms"][1], rel=1e-5)
-    total = sum(log["trained"][dtype]["kept"] for log in found)
-    assert total == found[0]["trained"][dtype]["total"]
-
-
-def test_sharded_states_come_back(found):
-    for place, rank in enumerate(found):
-        log = rank["resumed"]
-        assert all(torch.equal(weight, log["again"][name]) for name, weight in log["straight"].items())
-        assert log["said"] == f"state must be of [rank, ranks] {[place, 2]}, but is of {[place + 1, 2]}"
-        assert "must stay where they were put with shard=True" in log["moved"]
-
-
-def test_a_rank_whose_shard_holds_no_parameter(found):
-    for place, rank in enumerate(found):
-        for log, first in zip(rank["without"], found[0]["without"], strict=True):
-            assert log["parts"] == (place == 0)
-            assert torch.equal(log["AdamW"], first["AdamW"]) and torch.equal(log["MasterWeights"], first["MasterWeights"])
-            torch.testing.assert_close(log["AdamW"], log["MasterWeights"])
-            assert not torch.equal(log["AdamW"].float(), torch.linspace(-1, 1, 6))
-
-
-def test_pieces_of_all_ranks_are_the_whole(found):
-    names = {name for rank in found for name, *_ in rank["pieces"]}
-    for name in names:
-        spans = sorted(
-            (start, stop) for rank in found for other, kind, start, stop in rank["pieces"] if (other, kind) == (name, "master")
-        )
-        assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans))
 
 
 def test_a_batch_keeps_to_what_lies_evenly():

@@ -1,4 +1,4 @@
-"""Flat gradient buffers and the masters fed from them, in one process and in several; those run main_grads_ranks.py."""
+"""Flat gradient buffers and the masters fed from them, in one process."""
 
 import gc
 import weakref
@@ -6,9 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import main_grads_ranks as world
-from parallel.main_grads_ranks import BF16, BYTES, FP32, Mixed, backwards, close, exact, loss, main_grads_by_name
-from parallel.worlds import WORLDS, found_by
+from parallel.mixed_model import BF16, BYTES, FP32, Mixed, backwards, close, exact, loss, main_grads_by_name
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,22 +15,11 @@ from onepass.gradients import main_grad as convention
 from onepass.gradients.buckets import Bucket
 from onepass.gradients.main_grads import MainGrads
 
-needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
-
 
 @pytest.fixture(autouse=True)
 def _plain_backend():
     with onepass.use_backend("torch"):
         yield
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def found(request, tmp_path_factory):
-    """What each rank found."""
-    return found_by(world.run, request.param, tmp_path_factory.mktemp("ranks"))
-
-
-# ---- one process ----
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, BYTES, 1 << 30])
@@ -242,181 +229,3 @@ def test_dropped_or_closed_it_lets_go_of_the_parameters():
     main_grads.close()
     main_grads.close()
     assert not hasattr(weight, "main_grad")
-
-
-# ---- several processes ----
-
-
-def close_parts(got, expected):
-    for name, (start, part) in got.items():
-        grad = expected[name]
-        right = torch.zeros_like(part) if grad is None else grad.flatten()[start : start + part.numel()].float()
-        torch.testing.assert_close(part, right, rtol=2e-5, atol=2e-6, msg=lambda words, name=name: f"{name}: {words}")
-
-
-@needs_gloo
-@pytest.mark.parametrize("released", ["", ", released"])
-@pytest.mark.parametrize("kind", ["averaged", "summed", "shards"])
-def test_reduced_as_in_fp64(found, kind, released):
-    expected = exact(range(len(found)), average=kind != "summed")
-    for rank in found:
-        close_parts(rank["reduced"][kind + released], expected)
-    held = sum(part.numel() for rank in found for _, part in rank["reduced"][kind + released].values())
-    assert held == sum(p.numel() for p in Mixed().parameters() if p.requires_grad) * (1 if kind == "shards" else len(found))
-
-
-@needs_gloo
-def test_groups_of_every_other_rank(found):
-    if len(found) < 4:
-        pytest.skip("four processes only")
-    for place, rank in enumerate(found):
-        for parts in rank["pairs"]:
-            close_parts(parts, exact([place % 2, place % 2 + 2]))
-
-
-@needs_gloo
-@pytest.mark.parametrize("shard", [False, True])
-def test_reductions_start_under_the_last_backward_only(found, shard):
-    name = "reduce_scatter" if shard else "all_reduce"
-    for rank in found:
-        log = rank["overlap"][shard]
-        assert log["before"] == 0
-        sent = [call for call in log["backward"] if isinstance(call, tuple)]
-        assert sent + log["finish"] == [(name, size) for size in log["sizes"]]
-        assert len(sent) >= 1 and len(log["sizes"]) > 3
-        assert all(size % 64 == 0 for size in log["sizes"])  # also of a rank's part
-        assert any(isinstance(call, str) for call in log["backward"][log["backward"].index(sent[0]) + 1 :])
-
-
-@needs_gloo
-@pytest.mark.parametrize("release", [False, True])
-def test_a_parameter_unused_on_one_rank(found, release):
-    ranks = len(found)
-    for place, rank in enumerate(found):
-        log = rank["unused_on_one_rank"][release]
-        assert log["backward"] == (1 if place == 0 else 5)
-        assert [size for _, size in log["sent"]] == [
-            64 * ranks * -(-(40 + 50 * index) // (64 * ranks)) for index in (4, 3, 2, 1, 0)
-        ]
-        everyone = sum(range(1, ranks + 1))
-        for index, mean in enumerate(log["grads"]):
-            expected = (index + 1) * (everyone - (index == 3)) / ranks
-            torch.testing.assert_close(mean.item(), expected)
-
-
-@needs_gloo
-def test_by_hand_and_held(found):
-    ranks = len(found)
-    for rank in found:
-        log = rank["by_hand_and_held"]
-        assert log["sent"] == [0, 2, 2]
-        too_early, *too_late = log["said"]
-        assert "finish() must come after all gradients, but parameter 1's are deferred: flush them first" in too_early
-        assert all("parameter 1 must get its gradients before" in words for words in too_late)
-        one, two = log["grads"]
-        torch.testing.assert_close(one, torch.full((3,), 11 + (ranks + 1) / 2))
-        assert two.tolist() == [1.0] * 3
-
-
-@needs_gloo
-@pytest.mark.parametrize("shard", [False, True])
-def test_norms_over_ranks(found, shard):
-    grads = [grad.flatten() for grad in exact(range(len(found))).values() if grad is not None]
-    for rank in found:
-        two, one, largest, clipped, after, *nans = rank["norms"][shard]
-        for norm_type, got in ((2.0, two), (1.0, one), (float("inf"), largest), (2.0, clipped)):
-            torch.testing.assert_close(got, torch.linalg.vector_norm(torch.cat(grads), norm_type).float(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(after.item(), 0.05, rtol=1e-4, atol=0)
-        assert all(norm.isnan() for norm in nans)
-    assert all(torch.equal(a, b) for a, b in zip(found[0]["norms"][shard][:5], found[1]["norms"][shard][:5], strict=True))
-
-
-@needs_gloo
-def test_what_tensor_parallel_ranks_have_alike_counts_once(found):
-    if len(found) < 4:
-        pytest.skip("four processes only")
-    expected = (100 * (1.0 + 4.0 + 9.0 + 16.0)) ** 0.5
-    for rank in found:
-        for norm, after in rank["tensor_parallel"]:
-            torch.testing.assert_close(norm.item(), expected)
-            torch.testing.assert_close(after.item(), 1.0)
-
-
-@needs_gloo
-def test_narrow_buffers(found):
-    ranks = len(found)
-    for rank in found:
-        one, two, buffers = rank["narrow"]
-        assert one.dtype == two.dtype == BF16 and buffers == 2
-        assert one.tolist() == [2.0 * ranks] * 7 and two.tolist() == [ranks * (ranks + 1) / 2] * 9
-
-
-CLOSE = {FP32: {"rtol": 1e-5, "atol": 1e-6}, BF16: {"rtol": 2**-7, "atol": 1e-4}}
-
-
-def in_one_order(found):
-    """Whether an all-reduce adds in the order in which a reduce-scatter does: with more than two terms NCCL may not."""
-    return found[0]["backend"] == "gloo" or len(found) == 2
-
-
-@needs_gloo
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_sharded_training_is_the_same(found, dtype):
-    start = dict(Mixed(dtype, norms=FP32).named_parameters())
-    total = sum(p.numel() for p in start.values() if p.requires_grad)
-    first, whole_state, _ = found[0]["trained"][dtype, False]
-    assert whole_state == total
-    assert sum(rank["trained"][dtype, True][1] for rank in found) == total
-    for rank in found:
-        for shard in (False, True, "released"):
-            weights, _, moved = rank["trained"][dtype, shard]
-            assert moved
-            if shard == "released" and in_one_order(found):
-                assert all(torch.equal(weight, rank["trained"][dtype, True][0][name]) for name, weight in weights.items())
-            for name, weight in weights.items():
-                if world.CLIPPED[dtype] is None and in_one_order(found):
-                    assert torch.equal(weight, first[name]), name
-                else:  # the norm's sums are in another order
-                    torch.testing.assert_close(weight, first[name], **CLOSE[weight.dtype])
-                assert (name == "frozen") == torch.equal(weight, start[name]) or name == "unused"
-
-
-@needs_gloo
-@pytest.mark.parametrize("shard", [False, True])
-def test_states_come_back(found, shard):
-    ranks = len(found)
-    for place, rank in enumerate(found):
-        log = rank["resumed"][shard]
-        mine = [place, ranks] if shard else [0, 1]
-        other, short = log["said"]
-        assert other == f"state must be of [rank, ranks] {mine}, but is of {[mine[0] + 1, mine[1]]}"
-        assert short.startswith("state must have a master ") and log["same"]
-        for before, after in (log["loaded"], log["trained"]):
-            assert all(torch.equal(weight, after[name]) for name, weight in before.items())
-
-
-@needs_gloo
-def test_under_validate_ranks_that_differ_are_told(found):
-    place = "parameter {} of shape ({},) and torch.{} at element {} of bucket {}".format
-    differing = {
-        "shape": (place(0, 3, "float32", 0, 0), place(0, 4, "float32", 0, 0)),
-        "layers": (place(1, 4, "float32", 0, 0), place(2, 5, "float32", 0, 0)),
-        "type": (place(1, 4, "float32", 0, 0), place(1, 4, "bfloat16", 0, 0)),
-        "options": ("dtype torch.float32 and shard False", "dtype torch.float32 and shard True"),
-        "buckets": (place(0, 3, "float32", 64, 0), place(0, 3, "float32", 0, 1)),
-    }
-    said = (
-        "parameters and options must be the same, in one order, on all ranks of group, "
-        "but its rank 0 has {} where its rank 1 has {}"
-    )
-    for rank in found:
-        assert rank["agreement"] == {name: said.format(*both) for name, both in differing.items()} | {"alike": ""}
-
-
-@needs_gloo
-def test_a_group_of_one_and_a_group_without_this_rank(found):
-    for place, rank in enumerate(found):
-        sent, parts = rank["alone"]
-        assert sent == []
-        close_parts(parts, exact([place]))
-        assert rank["other"].startswith("group must be None or a torch.distributed.ProcessGroup that has this rank, but is -100")

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from parallel.main_grads_ranks import BF16, BYTES, Mixed, backwards, close, exact, loss, main_grads_by_name
+from parallel.mixed_model import BF16, BYTES, Mixed, backwards, close, exact, loss, main_grads_by_name
 from torch import nn
 
 import onepass

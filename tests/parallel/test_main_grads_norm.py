@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallel.main_grads_ranks import BF16, BYTES, FP32, MICROBATCHES, Mixed, backwards, close, loss, main_grads_by_name
+from parallel.mixed_model import BF16, BYTES, FP32, MICROBATCHES, Mixed, backwards, close, loss, main_grads_by_name
 from torch import nn
 
 import onepass

@@ -1,8 +1,8 @@
-"""The masters that MainGrads feeds, in one process; several run main_grads_ranks.py, from test_main_grads.py."""
+"""The masters that MainGrads feeds, in one process; over ranks: test_main_grads_ranks.py."""
 
 import pytest
 import torch
-from parallel.main_grads_ranks import BF16, BYTES, FP32, Mixed, backwards
+from parallel.mixed_model import BF16, BYTES, FP32, Mixed, backwards
 from torch import nn
 
 import onepass

@@ -5,14 +5,13 @@ dimension to concatenate along, ALIKE if all ranks have the whole, or SUM. Witho
 """
 
 import copy
-from functools import cache
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parallel.meeting import drawn, error_of, gather
+from parallel.meeting import drawn, error_of, gather, halves
 from parallel.worlds import FOURS, PAIRS, World
 from torch import nn
 
@@ -208,12 +207,6 @@ CASES = {
     "tied module, main_grad": tied(12, module=True, gathers=True),
     "tied module, sequence, main_grad": tied(12, module=True, gathers=True, sequence_parallel=True),
 }
-
-
-@cache
-def halves():
-    """Return this rank's group, of the first two ranks or the last."""
-    return [dist.new_group(those) for those in ([0, 1], [2, 3])][dist.get_rank() // 2]
 
 
 def compare(group, name):

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ops.linear_cross_entropy_oracle import ALL, op
-from parallel.main_grads_ranks import BF16, BYTES, FP32, Mixed, backwards
+from parallel.mixed_model import BF16, BYTES, FP32, Mixed, backwards
 from parallel.poisoned import have_memory, poisoned
 from torch import nn
 

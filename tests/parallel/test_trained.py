@@ -4,16 +4,19 @@ import copy
 import gc
 import re
 
-import parallel.trained_ranks as world
 import pytest
 import torch
-from parallel.trained_ranks import BF16, FP16, FP32, KINDS, History, judged, made
-from parallel.worlds import PAIRS, found_by
+import torch.distributed as dist
+from parallel.histories import BF16, FP16, FP32, KINDS, SHARD_WRITES, WRITES, History, Layers, Training, inputs_of, judged, made
+from parallel.histories import OPTIONS as HISTORY_OPTIONS
+from parallel.meeting import error_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import onepass
 from onepass.kernels.language import triton
-from onepass.parallel import AdamW, MainGrads, MasterWeights, ShardedAdamW
+from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, MasterWeights, ShardedAdamW
 
 needs_triton = pytest.mark.skipif(triton is None, reason="needs Triton")
 
@@ -50,23 +53,64 @@ def test_random_histories_of_parameters_with_grad():
             assert not judged(History(seed), made("ShardedAdamW", FP32))
 
 
-@pytest.fixture(scope="module", params=PAIRS)
-def found(request, tmp_path_factory):
-    return found_by(world.run, request.param, tmp_path_factory.mktemp("trained"))
+# ---- over ranks ----
 
 
-def test_random_histories_over_ranks(found):
-    for rank in found:
-        assert not any(rank["histories"].values()), rank["histories"]
+@pytest.mark.parametrize("shard", (False, True))
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_histories_over_ranks(group, kind, dtype, shard):
+    in_place = tuple(name for name in WRITES if name != "memory" or not shard)
+    with onepass.use_backend("torch"):
+        for seed in range(2):
+            history = History(seed, factor=2 * group.rank() + 1, mean=group.size(), writes=in_place)
+            assert not judged(history, made(kind, dtype, shard=shard, bucket_bytes=200))
 
 
-def test_ranks_that_train_other_parameters_are_found_and_so_is_memory_that_moved(found):
-    for rank in found:
-        rule = "parameters that require a gradient must be the same, .* on all ranks of group, but its rank 0 has weights.0 where"
-        assert re.match(rule, rank["said"]["validated"])
-        assert "that require a gradient" in rank["said"]["unfrozen"] and "rank 0 has weights.1 where" in rank["said"]["unfrozen"]
-        for kind in KINDS:
-            assert "must stay where they were put with shard=True, but weights.0 has other memory" in rank["said"][kind]
+def under_fully_shard():
+    """Return layers of which one is frozen, and what keeps their gradients in products."""
+    layers = Layers(FP32)
+    layers.weights[1].requires_grad_(False)
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    fully_shard(layers, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+    return layers, FSDPMainGrads(layers)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_under_fully_shard(group, seed):
+    with onepass.use_backend("torch"):
+        layers, main_grads = under_fully_shard()
+        assert not main_grads.reason
+        training = Training(layers, None, ShardedAdamW(layers.parameters(), **HISTORY_OPTIONS), FP32)
+        history = History(seed, factor=2 * group.rank() + 1, mean=group.size(), writes=tuple(SHARD_WRITES))
+        assert not judged(history, training)
+        for asks in (False, True):
+            layers.weights[0].requires_grad_(True)
+            layers.weights[1].requires_grad_(asks)
+            loss = layers(inputs_of(0), 1)
+            assert hasattr(layers.weights[1], "main_grad") or not asks
+            loss.backward()
+
+
+def test_ranks_that_train_other_parameters_are_told(group):
+    layers, main_grads, _, _ = made("AdamW", FP32)
+    layers.weights[0].requires_grad_(group.rank() == 0)
+    rule = "parameters that require a gradient must be the same, .* on all ranks of group, but its rank 0 has weights.0 where"
+    with onepass.validate():
+        assert re.match(rule, error_of(main_grads.finish))
+        layers.weights[0].requires_grad_()
+        layers.weights[1].requires_grad_(group.rank() == 0)  # it gets memory, where the ranks agree
+        said = error_of(main_grads.zero_)
+    assert "that require a gradient" in said and "rank 0 has weights.1 where" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_moved_is_told(group, kind):
+    training = made(kind, FP32, shard=True)
+    training.layers.weights[0].data = training.layers.weights[0].data.clone()
+    training.main_grads.finish()
+    said = error_of(training.optimizer.step)
+    assert "must stay where they were put with shard=True, but weights.0 has other memory" in said
 
 
 # ---- who is trained ----

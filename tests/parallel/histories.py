@@ -1,20 +1,16 @@
-"""Random histories of a training loop, judged by torch.optim.AdamW, and the ranks of tests/parallel/test_trained.py."""
+"""Random histories of a training loop, judged by torch.optim.AdamW."""
 
 import random
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from parallel.main_grads_ranks import said
-from parallel.meeting import drawn, join
+from parallel.meeting import drawn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import onepass
-from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, MasterWeights, ShardedAdamW
+from onepass.parallel import AdamW, MainGrads, MasterWeights, ShardedAdamW
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = ((8, 6), (6, 6), (70,), (2, 5))  # the first two are weights of products, which add to main_grad themselves
@@ -227,67 +223,3 @@ def _apart(training, oracle, slack):
         if not (off <= (2e-5 + rounding) * exact.detach().abs() + 2e-6 + slack[place]).all():
             return f"the weight of layer {place} is off by {off.max().item():.3g}"
     return ""
-
-
-# ---- ranks ----
-
-
-def run(rank, ranks, folder, backend):
-    join(rank, ranks, folder, backend)
-    with onepass.use_backend("torch"):
-        found = {"histories": histories(rank, ranks), "said": disagreements(rank)}
-        found["histories"] |= sharded_histories(rank, ranks, init_device_mesh("cuda" if backend == "nccl" else "cpu", (ranks,)))
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def histories(rank, ranks):
-    found = {}
-    for kind in KINDS:
-        for dtype in (FP32, BF16):
-            for shard in (False, True):
-                in_place = tuple(name for name in WRITES if name != "memory" or not shard)
-                for seed in range(2):
-                    history = History(seed, factor=2 * rank + 1, mean=ranks, writes=in_place)
-                    training = made(kind, dtype, shard=shard, bucket_bytes=200)
-                    found[f"{kind} {dtype} {'sharded ' * shard}{seed}"] = judged(history, training)
-    return found
-
-
-def sharded_histories(rank, ranks, mesh):
-    """Under fully_shard, with gradients in products."""
-    found = {}
-    for seed in range(4):
-        layers = Layers(FP32)
-        layers.weights[1].requires_grad_(False)
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-        fully_shard(layers, mesh=mesh, mp_policy=policy)
-        main_grads = FSDPMainGrads(layers)
-        training = Training(layers, None, ShardedAdamW(layers.parameters(), **OPTIONS), FP32)
-        history = History(seed, factor=2 * rank + 1, mean=ranks, writes=tuple(SHARD_WRITES))
-        found[f"fully_shard {seed}"] = main_grads.reason or judged(history, training)
-    for asks in (False, True):
-        layers.weights[0].requires_grad_(True)
-        layers.weights[1].requires_grad_(asks)
-        loss = layers(inputs_of(0), 1)
-        found[f"in products, {asks}"] = "" if hasattr(layers.weights[1], "main_grad") or not asks else "it has no main_grad"
-        loss.backward()
-    return found
-
-
-def disagreements(rank):
-    """A layer that is frozen on one rank only, and weights that were given other memory."""
-    found = {}
-    layers, main_grads, _, _ = made("AdamW", FP32)
-    layers.weights[0].requires_grad_(rank == 0)
-    with onepass.validate():
-        found["validated"] = said(main_grads.finish)
-        layers.weights[0].requires_grad_()
-        layers.weights[1].requires_grad_(rank == 0)  # it gets memory, where the ranks agree
-        found["unfrozen"] = said(main_grads.zero_)
-    for kind in KINDS:
-        training = made(kind, FP32, shard=True)
-        training.layers.weights[0].data = training.layers.weights[0].data.clone()
-        training.main_grads.finish()
-        found[kind] = said(training.optimizer.step)
-    return found
