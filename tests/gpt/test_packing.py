@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpt.gpt_ranks import BIASES, EXPERTS, SHAPE, configured, started
+from gpt.small_models import BIASES, EXPERTS, SHAPE, configured, started
 from ops.calls import relative
 
 from onepass.gpt import Config, Model, model, packing

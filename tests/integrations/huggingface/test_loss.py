@@ -6,13 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface import families, loss_ranks  # noqa: E402
-from parallel.worlds import found_by  # noqa: E402
+from integrations.huggingface import families  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
 import onepass  # noqa: E402
@@ -669,26 +667,6 @@ def test_what_only_a_call_can_show(case):
     with onepass.use_backend("torch"), pytest.raises((RuntimeError, ValueError), match=said):
         model(ids, labels=ids)
     assert model._onepass.call is None
-
-
-# ---- several processes ----
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return found_by(loss_ranks.run, ("gloo", 2), tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
-@pytest.mark.parametrize("what", loss_ranks.PUT)
-@pytest.mark.parametrize("case", loss_ranks.CASES)
-def test_over_ranks(ranks, case, what):
-    for rank, mine in enumerate(ranks):
-        shape, loss, grads = mine[f"{case}, {what}"]
-        losses, expected = mine["alone"]
-        assert shape == (2, 12, 0)
-        torch.testing.assert_close(loss, losses[rank])
-        torch.testing.assert_close(grads, expected)
 
 
 # ---- memory ----

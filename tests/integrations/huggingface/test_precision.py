@@ -9,12 +9,10 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 import transformers
-from integrations.huggingface import precision_ranks
 from integrations.huggingface.families import batch, both, made, step
 from integrations.huggingface.trainer import trained
 from nn.test_fp8_written_weights import by_numpy, copied, data_copied
 from ops.fp8_calls import decibels
-from parallel.worlds import found_by
 
 import onepass
 from onepass import FP8Recipe
@@ -485,18 +483,6 @@ def test_trainer_resumes_by_the_same_bits(tmp_path, main_grad, recipe):
     trained(resumed, optimizer[resumed], tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), **options)
     for (name, p), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert p.equal(other), name
-
-
-# ---- ranks ----
-
-
-def test_over_ranks(tmp_path):
-    """Each step sees the weights of the one before, gathered ones too."""
-    for found in found_by(precision_ranks.run, ("gloo", 2), tmp_path):
-        expected = found.pop("alone")
-        assert expected[-1] < expected[0] - 0.3
-        for losses in found.values():
-            assert losses == pytest.approx(expected, rel=1e-2) and losses != pytest.approx(expected, rel=1e-6)
 
 
 # ---- errors ----

@@ -1,0 +1,92 @@
+"""transformers' models with onepass under DDP and fully_shard over two ranks, against one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel.worlds import PAIRS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import onepass
+from onepass.integrations import huggingface
+from onepass.integrations.huggingface.loss import replace_loss
+from onepass.integrations.huggingface.patches import Patches
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+WORLDS = PAIRS[:1]
+VOCABULARY = 307
+
+
+def rank_context():
+    return onepass.use_backend("torch")
+
+
+def fully_sharded(model, *own):
+    """Shard the layers and each of `own` by itself, and the rest with the root."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.model.layers, *own):
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPED = {
+    "DDP": DistributedDataParallel,
+    "fully_shard": fully_sharded,
+    "fully_shard, the head too": lambda model: fully_sharded(model, model.lm_head),
+    "fully_shard, norm and head": lambda model: fully_sharded(model, [model.model.norm, model.lm_head]),
+}
+PUT = {"the loss": lambda model: replace_loss(model, Patches()), "all": huggingface.apply}
+
+
+def new_model():
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, **layers)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("what", PUT)
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_losses_and_gradients(group, wrapped, what):
+    """Of the whole model with only the loss replaced, and with all of onepass."""
+    alone = new_model()
+    model = copy.deepcopy(alone)
+    batches = torch.randint(VOCABULARY, (group.size(), 2, 12)).unbind()
+    losses = [alone(input_ids=ids, labels=ids).loss for ids in batches]
+    (sum(losses) / len(losses)).backward()
+    PUT[what](model)
+    called, mine = WRAPPED[wrapped](model), batches[group.rank()]
+    outputs = called(input_ids=mine, labels=mine)
+    outputs.loss.backward()
+    assert outputs.logits.shape == (2, 12, 0)
+    torch.testing.assert_close(outputs.loss, losses[group.rank()])
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), alone.get_parameter(name).grad)
+
+
+def losses_of(called, parameters, ids):
+    """Return the losses of four steps of a batch."""
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+    for _ in range(4):
+        loss = called(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("wrapped", ("DDP", "fully_shard"))
+def test_eight_bits(group, wrapped):
+    """Each step sees the weights of the one before, gathered ones too."""
+    alone = new_model()
+    model, ids = copy.deepcopy(alone), torch.randint(VOCABULARY, (2, 12))  # the same for each rank, and so the gradients' mean
+    expected = losses_of(alone, alone.parameters(), ids)
+    huggingface.apply(model, precision="fp8")
+    called = WRAPPED[wrapped](model)
+    losses = losses_of(called, called.parameters(), ids)
+    assert expected[-1] < expected[0] - 0.3
+    assert losses == pytest.approx(expected, rel=1e-2) and losses != pytest.approx(expected, rel=1e-6)
