@@ -97,3 +97,34 @@ def test_underflows_are_counted():
         layer(x * 2.0**-19)
     assert onepass.nn.fp8_underflows(layer)["weight"]["input"] > 0.9 * x.numel() / 2
     assert onepass.nn.fp8_saturations(layer)["weight"]["input"] == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("width", (512, 4096, 16384, 32768))
+def test_a_norm_and_an_activation_in_front_of_a_first_call(recipe, width):
+    """Until there is a history a pass measures the rows alone: a variant of each kernel that no later step launches."""
+    tokens, outputs = 64, 128
+    x, gated, norm_weight = drawn(1, tokens, width), drawn(2, tokens, 2 * width), torch.ones(width, device="cuda", dtype=BF16)
+    for call, operand in (
+        (lambda weight, **how: onepass.norm_linear(x, norm_weight, weight, **how), x),
+        (lambda weight, **how: onepass.activation_linear(gated, weight, **how), gated),
+    ):
+        weight = torch.nn.Parameter(drawn(3, outputs, width) / width**0.5)
+        for _ in range(2):
+            operand.requires_grad_().grad = None
+            y = call(weight, precision=recipe)
+            y.backward(drawn(4, tokens, outputs))
+            assert (y - call(weight)).norm() < 0.06 * y.norm()
+
+
+def test_a_default_device():
+    """What the host reads later is copied into its own memory."""
+    torch.set_default_device("cuda")
+    try:
+        layer = onepass.nn.Linear(K, N, precision="fp8", dtype=BF16)
+        for _ in range(3):
+            layer(drawn(1, TOKENS, K)).sum().backward()
+    finally:
+        torch.set_default_device(None)
+    torch.cuda.synchronize()
+    assert layer.weight.fp8.scales.stands("input")

@@ -119,3 +119,13 @@ def test_finish_in_a_capture_after_a_backward_outside_of_it():
         norm = main_grads.norm()
     graph.replay()
     assert norm.item() == ROWS * SIZE
+
+
+@pytest.mark.parametrize("columns", (1, SIZE))
+def test_a_weight_of_fp64_adds_to_fp32(columns):
+    x = torch.randn(ROWS, columns, device="cuda", dtype=torch.float64)
+    weight = nn.Parameter(torch.randn(SIZE, columns, device="cuda", dtype=torch.float64))
+    weight.main_grad = torch.ones(SIZE, columns, device="cuda")
+    dy = torch.randn(ROWS, SIZE, device="cuda", dtype=torch.float64)
+    onepass.linear(x, weight).backward(dy)
+    torch.testing.assert_close(weight.main_grad.double(), 1 + dy.t() @ x, rtol=1e-5, atol=1e-5)

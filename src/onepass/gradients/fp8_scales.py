@@ -150,7 +150,7 @@ class _Flags:
     def __init__(self, stands: Tensor) -> None:
         self._copy, self._arrived = stands.clone(), None
         if stands.is_cuda:
-            self._copy, self._arrived = torch.empty(len(ROLES), pin_memory=True), torch.cuda.Event()
+            self._copy, self._arrived = torch.empty(len(ROLES), device="cpu", pin_memory=True), torch.cuda.Event()
             self._copy.copy_(stands, non_blocking=True)
             self._arrived.record(torch.cuda.current_stream(stands.device))
 

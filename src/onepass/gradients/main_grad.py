@@ -93,19 +93,24 @@ class GradRequest(Enum):
     SKIP = "not asked for"
 
 
-def grad_requests(ctx: Any, *given: bool, first: int = 0) -> list[GradRequest]:
-    """Return what the running pass wants of the gradients of a Function's tensors. `given`: which of them are not None.
+def grad_requests(ctx: Any, count: int, first: int = 0) -> list[GradRequest]:
+    """Return what the running pass wants of the gradients of a Function's `count` arguments, of which there are `first` before.
 
-    PyTorch's `needs_input_grad` says only that some pass may want the gradient. `first`: how many arguments come before them.
+    PyTorch's `needs_input_grad` says only that some pass may want the gradient.
     """
-    needs = ctx.needs_input_grad[first:] if first else ctx.needs_input_grad
+    needs = ctx.needs_input_grad[first : first + count]
     if torch.compiler.is_compiling():  # the registered op asks when it runs
-        return [GradRequest.ACCUMULATE if need else GradRequest.SKIP for need in needs[: len(given)]]
+        return [GradRequest.ACCUMULATE if need else GradRequest.SKIP for need in needs]
     found = []
-    edges, edge = ctx.next_functions, 0  # of tensors only
-    for argument, there in enumerate(given):  # zip and iterators take 1 us more, of a call's 50
-        found.append(_request_of(edges[edge][0]) if needs[argument] else GradRequest.SKIP)
-        edge += there
+    edges, edge = ctx.next_functions, 0  # of tensors only; those that need no gradient have no node
+    for need in needs:  # zip and iterators take 1 us more, of a call's 50
+        if need:
+            while edges[edge][0] is None:
+                edge += 1
+            found.append(_request_of(edges[edge][0]))
+            edge += 1
+        else:
+            found.append(GradRequest.SKIP)
     return found
 
 
@@ -426,7 +431,7 @@ def add_to_sum(main_grad: Tensor, first: Tensor, second: Tensor | None, keep: bo
         main_grad.add_(first) if keep else main_grad.copy_(first)
     elif first.dtype == main_grad.dtype:  # a beta that is passed takes 1 us more
         main_grad.addmm_(first.t(), second) if keep else torch.mm(first.t(), second, out=main_grad)
-    elif first.is_cuda and main_grad.dtype is torch.float32:
+    elif first.is_cuda and main_grad.dtype is torch.float32 and first.dtype.itemsize == 2:  # cuBLAS widens no other type
         if keep:
             torch.addmm(main_grad, first.t(), second, out_dtype=torch.float32, out=main_grad)
         else:

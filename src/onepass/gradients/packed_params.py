@@ -162,7 +162,7 @@ class _Concat(torch.autograd.Function):
 @not_twice_differentiable
 def _accumulate_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     parameters, main_grads = ctx.places
-    request = grad_requests(ctx, False, False, *[True for _ in parameters])[2:]
+    request = grad_requests(ctx, len(parameters), first=2)
     if not torch.compiler.is_compiling() and is_placeholder(grad, several=True):  # an op has added to all main_grads
         return None, None, *map(mark_accumulated, parameters, request)
     parts = zip(grad.split(ctx.rows), parameters, main_grads, request, strict=True)

@@ -143,7 +143,7 @@ class _WithFp32Grads(torch.autograd.Function):
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, *sums: Tensor | None) -> tuple[Tensor | None, ...]:
-        requests = grad_requests(ctx, *[True for _ in sums])
+        requests = grad_requests(ctx, len(sums))
         each = zip(sums, ctx.vectors, ctx.main_grads, requests, strict=True)
         return tuple(vector_gradients([None if s is None else (s, *rest) for s, *rest in each])[0])
 

@@ -27,6 +27,7 @@ def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
         fp8_cast.cast_rows(x.detach(), to)
         fp8_cast.cast_columns(x.detach().view(2, 4096, width))
         fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted), turned=True)
+        fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted[:2]))
         codes, _ = fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale))
         assert codes is not None
         fp8_turn.turn_codes(codes)

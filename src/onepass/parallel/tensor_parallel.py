@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.parallel.collectives import Pending, group_of_several, start_all_gather, start_all_reduce, start_reduce_scatter
-from onepass.runtime.dispatch import cast
 
 
 class TPLayout(NamedTuple):
@@ -75,7 +74,10 @@ def start_gather(x: Tensor, layout: TPLayout | None) -> Pending:
 
 def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout | None) -> Tensor:
     """Return y. x has the product's type, and parameters are rounded to it."""
-    weight, bias = cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype)
+    if weight.dtype is not x.dtype:
+        weight = weight.to(x.dtype)
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
     if layout is None:
         return F.linear(x, weight, bias)
     if not layout.by_row:

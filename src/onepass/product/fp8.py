@@ -148,17 +148,18 @@ class FP8Call(NamedTuple):
         self.state.check_unchanged(self.version)
         in_fp8 = asks_weight and self.state.recipe.has_wgrad
         if self.layout is not None and self.layout.gathers_dy:
-            found = self._gathered_output_gradient(dy, weight, self.layout, asks_rows, in_fp8, asks_weight and not in_fp8, later)
+            in_16_bits = asks_weight and not in_fp8
+            drows, operand = self._gathered_output_gradient(dy, weight, self.layout, asks_rows, in_fp8, in_16_bits, later)
         elif isinstance(dy, FP8Gradient) and dy.state is self.state:
             drows = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy) if asks_rows else None
-            found = OutputGradient(drows, FP8Operand(dy.turned, dy.inverse_scale) if in_fp8 else dy)
+            operand = FP8Operand(dy.turned, dy.inverse_scale) if in_fp8 else dy
         elif asks_rows or in_fp8:
             ours, transposed = self.state.cast("gradient", rows_of(dy), codes=asks_rows, turned=in_fp8)
             drows = None if ours is None else self._input_gradient(ours, weight, dy)
-            found = OutputGradient(drows, transposed if in_fp8 else dy)
+            operand = transposed if in_fp8 else dy
         else:
-            found = OutputGradient(None, dy)
-        return found if came is None or found.drows is None else OutputGradient(found.drows.add_(came), found.dy)
+            drows, operand = None, dy
+        return drows if came is None or drows is None else drows.add_(came), operand
 
     def _input_gradient(self, ours: FP8Operand, weight: Tensor | None, dy: Tensor) -> Tensor:
         assert weight is not None
@@ -174,7 +175,7 @@ class FP8Call(NamedTuple):
         rows, group = rows_of(dy), layout.group
         wide = start_all_gather(rows, group) if in_16_bits and not later else None
         if not (asks_rows or in_fp8):
-            return OutputGradient(None, rows if wide is None else wide.wait())
+            return None, rows if wide is None else wide.wait()
         own, _ = self.state.cast("gradient", rows)
         assert own is not None
         coming = PendingOperand(own, group) if wide is None and (asks_rows or not later) else None
@@ -195,7 +196,7 @@ class FP8Call(NamedTuple):
                 if first < last:
                     multiply(whole.part(first, last), across, dy.dtype, fast=False, out=drows[first:last])
             drows = drows.view(dy.shape[0] * ranks, *dy.shape[1:-1], -1)
-        return OutputGradient(drows, rows if not in_fp8 else own if later else whole.turned())
+        return drows, rows if not in_fp8 else own if later else whole.turned()
 
     def weight_gradient(
         self, dy: Any, rows: Callable[[], Any], weight: Tensor, main_grad: Tensor | None, request: GradRequest, *, later: bool

@@ -127,7 +127,7 @@ class _GroupedLinear(torch.autograd.Function):
             torch._dynamo.graph_break(msg="onepass: experts' products are part of a graph from PyTorch 2.10 on")
         *inputs, weight, ends = tensors
         needs = ctx.needs_input_grad[_FIRST:]
-        ctx.prologue, ctx.in_fp8, ctx.given = prologue, in_fp8, tuple([t is not None for t in tensors])
+        ctx.prologue, ctx.in_fp8, ctx.count = prologue, in_fp8, len(inputs) + 1
         ctx.weight, ctx.main_grad = weight, main_grad_of(weight) if needs[-2] else None
         y, kept = _forward(prologue, in_fp8, inputs, weight, ends, needs)
         ctx.save_for_backward(weight if any(needs[:-2]) else None, ends, *kept)
@@ -138,7 +138,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, ends, *kept = ctx.saved_tensors
         dy = dy.contiguous()  # PyTorch's product takes no expanded tensor
-        *of_inputs, of_weight, _ = grad_requests(ctx, *ctx.given, first=_FIRST)
+        *of_inputs, of_weight = grad_requests(ctx, ctx.count, first=_FIRST)
         asks_weight, drows, dweight = of_weight is not GradRequest.SKIP, None, None
         if any([request is not GradRequest.SKIP for request in of_inputs]):
             in_fp8 = ctx.in_fp8

@@ -87,10 +87,10 @@ def _output_gradient(
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     ours = None if factors is None else factors_of(factors)
     call = FP8Call(state, state.version, dy, None, ours)  # nothing of x is looked at
-    found = call.output_gradient(dy, weight, None, asks_x, asks_weight, later=False)
+    drows, operand = call.output_gradient(dy, weight, None, asks_x, asks_weight, later=False)
     if not (asks_weight and recipe.has_wgrad):
-        return found.drows, None, None
-    return found.drows, found.dy.codes, found.dy.inverse.clone()
+        return drows, None, None
+    return drows, operand.codes, operand.inverse.clone()
 
 
 def _output_gradient_fake(
@@ -136,7 +136,7 @@ class CompiledFP8Call(NamedTuple):
     ) -> OutputGradient:  # fmt: skip
         drows, codes, inverse = _output_gradient_op(dy, self.weights, self.factors, asks_rows, asks_weight, self.recipe)
         operand = dy if codes is None or inverse is None else FP8Operand(codes, inverse)
-        return OutputGradient(drows if came is None or drows is None else drows.add_(came), operand)
+        return drows if came is None or drows is None else drows.add_(came), operand
 
     def weight_gradient(
         self, dy: Any, rows: Callable[[], Any], weight: Tensor, main_grad: Tensor | None, request: GradRequest, *, later: bool

@@ -29,7 +29,10 @@ class Rows(NamedTuple):
     returns: tuple[bool, bool] = (False, False)
 
     def rows(self, inputs: Inputs, needs: Needs) -> tuple[Tensor, Kept]:
-        return self.rows_again(inputs), _kept(inputs[0], needs)
+        x, dtype = inputs[0], self.dtype
+        assert x is not None
+        rows = x if x.dtype is dtype else x.to(dtype)  # no call of `cast`, `rows_again` or `_kept`: a plain layer feels each
+        return rows, ((x,) if needs is not None and needs[1] else (None,))
 
     def codes(self, inputs: Inputs, target: FP8Target, needs: Needs) -> tuple[Codes, Kept]:
         return self.codes_again(inputs, target), _kept(inputs[0], needs)
@@ -41,7 +44,7 @@ class Rows(NamedTuple):
     def rows_again(self, kept: Kept) -> Tensor:
         (x,) = kept
         assert x is not None
-        return x if x.dtype is self.dtype else x.to(self.dtype)  # `cast`, without its call
+        return x if x.dtype is self.dtype else x.to(self.dtype)
 
     def codes_again(self, kept: Kept, target: FP8Target) -> Codes:
         (x,) = kept
@@ -63,7 +66,7 @@ class Rows(NamedTuple):
         *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
     ) -> PrologueGradients:  # fmt: skip
         dx = drows if drows is None or drows.dtype is self.x_type else drows.to(self.x_type)
-        return PrologueGradients((dx,), rows=self.rows_again(kept) if rebuild else None)
+        return PrologueGradients((dx,), None, self.rows_again(kept) if rebuild else None)
 
 
 def _kept(x: Tensor | None, needs: Needs) -> Kept:

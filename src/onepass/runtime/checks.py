@@ -11,11 +11,11 @@ from onepass.runtime.autocast import under_autocast
 from onepass.runtime.dispatch import PLAIN, TORCH
 
 _LEAST = torch.finfo(torch.float32).tiny
-_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_floating(name: str, value: object, optional: bool = False) -> None:
-    if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
+    if not isinstance(value, Tensor) or value.dtype not in FLOATING:
         kind = f"one of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         what = "a floating-point tensor (16, 32 or 64 bits)"
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, but is {kind}")

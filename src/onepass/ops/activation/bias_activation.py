@@ -105,7 +105,7 @@ class _BiasActivation(torch.autograd.Function):
         grads = None
         if ctx.vectors is not None:
             vectors, main_grads = ctx.vectors
-            grads = VectorGrads(vectors, main_grads, grad_requests(ctx, True, True)[1:])
+            grads = VectorGrads(vectors, main_grads, grad_requests(ctx, 2)[1:])
             (need_bias,) = grads.needed()
         needs = need_x, need_bias, need_weight, need_linear
         into, (dx, dbias, dweight, _, dlinear) = kernels.backward_into(

@@ -281,6 +281,7 @@ def _codes_call(activation: str, width: int, dtype: torch.dtype = torch.bfloat16
             target = FP8Target(to, torch.empty((), device="meta"), *noted)
             activation_codes(x, bias, weight, options, FP8Target(to), use_triton=True)
             activation_codes(x, bias, weight, options, target, use_triton=True)
+            activation_codes(x, bias, weight, options, target._replace(underflowed=None), use_triton=True)
             activation_backward_codes(
                 dy, x, bias, weight, options, target, target._replace(dtype=E4M3),
                 need_dbias=bias is not None, need_dtoken_weight=weight is not None, use_triton=True,

@@ -284,8 +284,7 @@ class _AttentionFunction(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *saved, q_weight, k_weight, qkv = ctx.saved_tensors
-        given = True, saved[-1] is not None, q_weight is not None, k_weight is not None
-        needs, weights, grads = weight_grads(ctx, given, (dy, *saved, qkv), (q_weight, k_weight))
+        needs, weights, grads = weight_grads(ctx, 4, (dy, *saved, qkv), (q_weight, k_weight))
         dqkv, dsinks, *dweights = _backward_op(dy, *saved, *weights, qkv, ctx.options, *needs, **grads.direct())
         return dqkv, dsinks, *grads.put(dweights), None, None, None, None, None
 

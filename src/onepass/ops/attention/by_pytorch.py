@@ -232,7 +232,7 @@ class _NormedParts(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         qkv, cos, sin, *weights = ctx.saved_tensors
-        needs, weights, grads = weight_grads(ctx, (True,) * 3, (dq, dk, dv, qkv), weights)
+        needs, weights, grads = weight_grads(ctx, 3, (dq, dk, dv, qkv), weights)
         dqkv, *dweights = normed_back_op(dq, dk, dv, qkv, cos, sin, *weights, ctx.options, *needs, **grads.direct())
         return dqkv, *grads.put(dweights), None, None, None
 

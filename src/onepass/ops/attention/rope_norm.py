@@ -95,18 +95,18 @@ class WeightGrads(NamedTuple):
 
 
 def weight_grads(
-    ctx: Any, given: tuple[bool, ...], operands: tuple[Tensor | None, ...], weights: Sequence[Tensor | None]
+    ctx: Any, count: int, operands: tuple[Tensor | None, ...], weights: Sequence[Tensor | None]
 ) -> tuple[tuple[bool, ...], Sequence[Tensor | None], WeightGrads]:
     """Return which gradients the pass wants, the weights for the kernel, and where their gradients go.
 
-    given: whether each of the Function's first arguments is not None; the last two are the weights. ctx.vectors is what
-    `saved_vectors` returned. operands: what else the kernel reads.
+    The weights are the last two of the Function's first `count` arguments. ctx.vectors is what `saved_vectors` returned.
+    operands: what else the kernel reads.
     """
-    needs = ctx.needs_input_grad[: len(given)]
+    needs = ctx.needs_input_grad[:count]
     if ctx.vectors is None:
         return needs, weights, WeightGrads(None, None)
     vectors, main_grads = ctx.vectors
-    grads = VectorGrads(vectors, main_grads, grad_requests(ctx, *given)[-2:])
+    grads = VectorGrads(vectors, main_grads, grad_requests(ctx, count)[-2:])
     into = grads.into(*operands, *weights)
     if into is None:
         weights = tuple(grads.wide(*weights))
@@ -133,7 +133,7 @@ class _NormedRopeFunction(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, q, k, *weights = ctx.saved_tensors
-        needs, weights, grads = weight_grads(ctx, (True,) * 4, (dq, dk, q, k), weights)
+        needs, weights, grads = weight_grads(ctx, 4, (dq, dk, q, k), weights)
         dq, dk, *dweights = _normed_back_op(cos, sin, dq, dk, q, k, *weights, ctx.options, *needs, **grads.direct())
         return dq, dk, *grads.put(dweights), None, None, None
 

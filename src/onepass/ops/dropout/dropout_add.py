@@ -88,7 +88,7 @@ class _DropoutAdd(torch.autograd.Function):
         need_x, need_residual, need_bias = ctx.needs_input_grad[:3]
         backward: Callable[..., Any] = kernels.backward
         if ctx.vectors is not None:
-            grads = vector_grads(ctx.vectors, grad_requests(ctx, True, True, True)[2:])
+            grads = vector_grads(ctx.vectors, grad_requests(ctx, 3)[2:])
             assert grads is not None
             (need_bias,) = grads.needed()
             backward = partial(kernels.backward_into, grads)

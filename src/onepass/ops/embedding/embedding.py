@@ -98,7 +98,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (saved,) = ctx.saved_tensors
         options, sound, use_triton = ctx.how
-        request = grad_requests(ctx, True)[0]
+        request = grad_requests(ctx, 1)[0]
         if request is GradRequest.SKIP:
             return None, None, None, None, None
         dy = dy.reshape(saved.numel(), dy.shape[-1])

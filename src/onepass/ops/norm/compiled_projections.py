@@ -73,7 +73,7 @@ class _Projections(torch.autograd.Function):
             y, ctx.call = _product_op(rows, weights, biases), None
         else:
             y, _, kept, ctx.call = CompiledFP8Product(recipe).forward_several(prologue, inputs, weights, biases, needs)
-        ctx.has_biases = bool(biases)
+        ctx.has_biases = len(biases) > 0  # Dynamo of PyTorch 2.11 traces no bool() of a tuple
         ctx.save_for_backward(*weights, *kept)
         return (y, kept[0]) if prologue.returns[1] else y
 

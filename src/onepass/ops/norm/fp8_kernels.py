@@ -118,10 +118,10 @@ def long_codes_kernel(
         largest = tl.max(sizes, 0)
         slot = tl.program_id(0) % SLOTS
         tl.atomic_max(amax_ptr + slot, largest.to(tl.int32, bitcast=True), sem="relaxed")
-        past, low = past_largest(largest * scale, E5M2), False
+        again = past_largest(largest * scale, E5M2)
         if underflowed_ptr is not None:
-            low = is_low(largest, scale, E5M2)
-        if past | low:  # rare: the row is gone through once more
+            again |= is_low(largest, scale, E5M2)
+        if again:  # rare: the row is gone through once more
             for first in range(0, H, BLOCK_H):
                 columns = first + lanes
                 inside = inside_row(columns, H, H % BLOCK_H == 0)
@@ -129,7 +129,7 @@ def long_codes_kernel(
                 y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
                 y = tl.where(inside, y, 0.0)
                 tl.atomic_add(saturated_ptr + slot, saturated_count(y, scale, E5M2), sem="relaxed")
-                if low:
+                if underflowed_ptr is not None and is_low(largest, scale, E5M2):
                     tl.atomic_add(underflowed_ptr + slot, underflow_count(y, scale, E5M2), sem="relaxed")
 
 

@@ -115,7 +115,7 @@ class _GatedNormFunction(torch.autograd.Function):
         need_dx, need_dz, need_dweight = ctx.needs_input_grad[:3]
         if ctx.vectors is None:
             return *_backward(dy, x, z, weight, ctx.options, need_dx, need_dz, need_dweight), None
-        grads = vector_grads(ctx.vectors, grad_requests(ctx, True, True, weight is not None)[2:])
+        grads = vector_grads(ctx.vectors, grad_requests(ctx, 3)[2:])
         assert grads is not None
         into = grads.into(dy, x, z, weight)
         if into is None:

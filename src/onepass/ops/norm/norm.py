@@ -108,9 +108,8 @@ class _NormFunction(torch.autograd.Function):
             dx_type = x_type if residual_type is None else torch.promote_types(x_type, residual_type)
             needs = need_x or need_residual, need_dweight, need_dbias
             if ctx.vectors is not None:
-                given = True, residual_type is not None, weight is not None, bias is not None
                 vectors, main_grads = ctx.vectors
-                grads = VectorGrads(vectors, main_grads, grad_requests(ctx, *given)[2:])
+                grads = VectorGrads(vectors, main_grads, grad_requests(ctx, 4)[2:])
                 needs = needs[0], *grads.needed()
             into, dx, dweight, dbias, _ = kernels.backward_into(
                 grads, dy, dh, x, weight, bias, stats, options, *needs, dx_type, False

@@ -269,6 +269,8 @@ def _codes_call(
         target = FP8Target(to, torch.empty((), device="meta"), *noted)
         fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to), True)
         stats = fp8.norm_codes(x.detach(), added, weight, bias, options, target, True)[-1]
+        measured = target._replace(underflowed=None)
+        fp8.norm_codes(x.detach(), added, weight, bias, options, measured, False)
         fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to, target.scale), False)
         fp8.norm_codes_turned(x.detach(), stats, weight, bias, options, target)
         fp8.norm_codes_turned(x.detach(), None, weight, bias, options, target)

@@ -64,7 +64,7 @@ def head_function(ops: HeadOps) -> Callable[..., Tensor]:
             saved = ctx.saved_tensors
             tensors, made, (scale, logits) = HeadTensors(*saved[:5]), Gradients(*saved[5:10]), saved[10:12]
             fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
-            requests = grad_requests(ctx, True, True, *(t is not None for t in tensors[2:]))
+            requests = grad_requests(ctx, len(tensors))
             needs, options = Needs(*[request is not GradRequest.SKIP for request in requests]), ctx.options
             if options.reduction == "none":
                 count = 12 + len(ops.rows._fields)

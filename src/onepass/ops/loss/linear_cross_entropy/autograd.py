@@ -112,8 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, *dstats: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = _detached(_Saved(*ctx.saved_tensors))
         fresh, ctx.used = not ctx.used, True  # used even if this pass fails halfway
-        given = saved.bias, saved.lora_a, saved.lora_b, ctx.token_weight
-        *requests, of_token_weight = grad_requests(ctx, True, True, *(t is not None for t in given))
+        *requests, of_token_weight = grad_requests(ctx, 6)
         stats = [t for t in dstats if t is not None]
         dtoken_weight = _token_weight_gradient(ctx, saved, dloss, of_token_weight)  # takes memory: before main_grad is written
         grads: Grads
