@@ -23,7 +23,8 @@ from measuring import common, join_ranks, kernels, ranks_ms, write
 from torch import Tensor
 
 import onepass
-from onepass.parallel import DeferredWgrad, collectives, tensor_parallel
+from onepass.distributed import collectives, tensor_parallel
+from onepass.parallel import DeferredWgrad
 from onepass.profiling.trace import length, union
 
 TOKENS, BATCH, HIDDEN, INNER = 4096, 4, 8192, 28672

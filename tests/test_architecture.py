@@ -17,16 +17,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "onepass"
 
 # Who may import whom: a part may use those named here, and itself only where it is named. onepass/__init__.py is "".
-_BELOW_GPT = {"nn", "ops", "product", "gradients", "parallel", "kernels", "runtime"}
+_BELOW_GPT = {"nn", "ops", "product", "gradients", "parallel", "distributed", "kernels", "runtime"}
 _EVERYTHING = {*_BELOW_GPT, "gpt", "train", "fusion", "profiling", "integrations", "bench", "testing", "doctor"}
 ALLOWED = {
     "": {*_BELOW_GPT, "gpt", "integrations", "fusion", "profiling"},
     "runtime": {"runtime"},
     "kernels": {"kernels", "runtime"},
-    "parallel": {"parallel", "kernels", "runtime"},
-    "gradients": {"gradients", "parallel", "kernels", "runtime"},
-    "product": {"product", "gradients", "parallel", "kernels", "runtime"},
-    "ops": {"product", "gradients", "parallel", "kernels", "runtime"},
+    "distributed": {"distributed", "kernels", "runtime"},
+    "gradients": {"gradients", "distributed", "kernels", "runtime"},
+    "parallel": {"gradients"},  # its public names
+    "product": {"product", "gradients", "distributed", "kernels", "runtime"},
+    "ops": {"product", "gradients", "distributed", "kernels", "runtime"},
     "nn": _BELOW_GPT,
     "gpt": {"gpt", *_BELOW_GPT},
     "fusion": {"fusion", *_BELOW_GPT},
@@ -39,8 +40,6 @@ ALLOWED = {
     "cli": _EVERYTHING,
     "__main__": {"cli"},
 }
-# `onepass.parallel` re-exports what stands above it, at first use.
-_REEXPORTS = {"onepass.parallel": {"gradients"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPS = {  # the files that define public ops, and which
     path: found
@@ -76,7 +75,7 @@ def _imported(path):
 
 
 def _parts(module):
-    """onepass.parallel.collectives: both "parallel" and "parallel.collectives"; onepass itself: ""."""
+    """onepass.ops.norm.norm: both "ops" and "ops.norm"; onepass itself: ""."""
     names = module.split(".")[1:]
     return {".".join(names[:1]), ".".join(names[:2])}
 
@@ -84,7 +83,7 @@ def _parts(module):
 def _violations(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     family = {f"ops.{parts[1]}"} if parts[0] == "ops" else set()
-    allowed = ALLOWED["" if parts == ("__init__",) else parts[0]] | _REEXPORTS.get(_name(path), set()) | family
+    allowed = ALLOWED["" if parts == ("__init__",) else parts[0]] | family
     return [module for module in _imported(path) if not _parts(module) & allowed]
 
 
@@ -282,7 +281,7 @@ def test_importing_loads_nobody_heavy(imported):
 def test_importing_loads_ops_and_what_is_below_them(imported):
     """Not what only tools and trainers need: it would be most of the time that an import takes."""
     folders = {name.split(".")[1] for name in imported["ours"] if "." in name}
-    assert folders == {"nn", "ops", "product", "gradients", "parallel", "kernels", "runtime", "integrations"}
+    assert folders == {"nn", "ops", "product", "gradients", "parallel", "distributed", "kernels", "runtime", "integrations"}
     integrations = [name for name in imported["ours"] if name.startswith("onepass.integrations.")]
     assert integrations == ["onepass.integrations.attention_backends", "onepass.integrations.norm_backends"]
     assert not [name for name in imported["ours"] if name.endswith(".samples")]

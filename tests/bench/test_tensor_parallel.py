@@ -9,8 +9,8 @@ import pytest
 import torch
 from parallel.worlds import PAIRS
 
-from onepass.parallel import tensor_parallel
-from onepass.parallel.collectives import Pending
+from onepass.distributed import tensor_parallel
+from onepass.distributed.collectives import Pending
 
 WORLDS = PAIRS[:1]
 

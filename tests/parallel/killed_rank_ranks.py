@@ -14,8 +14,8 @@ from parallel.meeting import join
 from torch import nn
 
 import onepass
+from onepass.distributed import tensor_parallel as product
 from onepass.parallel import MainGrads
-from onepass.parallel import tensor_parallel as product
 
 SECONDS = 10  # the group's timeout
 

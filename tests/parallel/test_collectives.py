@@ -9,7 +9,7 @@ from parallel.meeting import drawn, error_of, every_other_rank
 from parallel.worlds import FOURS, PAIRS
 
 import onepass
-from onepass.parallel import collectives
+from onepass.distributed import collectives
 
 WORLDS = [*PAIRS, *FOURS]
 of_two = pytest.mark.parametrize("world", PAIRS, indirect=True, scope="module")

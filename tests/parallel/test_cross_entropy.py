@@ -11,9 +11,9 @@ from parallel.worlds import FOURS, PAIRS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
+from onepass.distributed.collectives import vocab_range
 from onepass.ops.loss.cross_entropy import cross_entropy_reference
 from onepass.ops.loss.row_functions import PLANES
-from onepass.parallel.vocab_shards import vocab_range
 
 WORLDS = [*PAIRS, *FOURS]
 of_two = pytest.mark.parametrize("world", PAIRS, indirect=True, scope="module")

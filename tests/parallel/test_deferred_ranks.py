@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 import onepass
+from onepass.distributed import tensor_parallel as product
+from onepass.distributed.collectives import Pending
 from onepass.gradients import deferred
 from onepass.parallel import DeferredWgrad, MainGrads
-from onepass.parallel import tensor_parallel as product
-from onepass.parallel.collectives import Pending
 from onepass.runtime.dispatch import TORCH
 
 WORLDS = [*PAIRS, *FOURS]

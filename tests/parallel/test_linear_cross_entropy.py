@@ -290,7 +290,7 @@ def test_what_is_sent_is_under_way_during_a_product(group):
 
     real = operands._product
     with (
-        mock.patch.object(row_loss, "start_gather_parts", watch("statistics", row_loss.start_gather_parts)),
+        mock.patch.object(row_loss, "start_all_gather", watch("statistics", row_loss.start_all_gather)),
         mock.patch.object(chunks, "start_all_gather", watch("hidden", chunks.start_all_gather)),
         mock.patch.object(sums, "start_reduce_scatter", watch("gradient", sums.start_reduce_scatter)),
         mock.patch.object(operands, "_product", product),

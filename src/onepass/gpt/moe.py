@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.distributed.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
 from onepass.gpt.config import Config
 from onepass.gpt.initializer import Initializer
 from onepass.gpt.parts import WholeWeight, plain_activation
@@ -22,7 +23,6 @@ from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.ops.linear.routing import Routes, count_tokens, gather_tokens, route, scatter_tokens
-from onepass.parallel.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
 
 
 def routed(probabilities: Tensor, k: int) -> Routes:

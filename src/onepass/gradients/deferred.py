@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from onepass.distributed.collectives import Pending
+from onepass.distributed.tensor_parallel import TPLayout, rows_of, start_gather_rows
 from onepass.gradients.main_grad import GradRequest, add_gradient, is_capturing, keeps_main_grad, mark_added, placeholder
-from onepass.parallel.collectives import Pending
-from onepass.parallel.tensor_parallel import TPLayout, rows_of, start_gather_rows
 
 _NOTHING = object()  # no gather is under way
 

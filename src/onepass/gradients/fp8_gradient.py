@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 from onepass.runtime.fp8 import dequantise
 
 if TYPE_CHECKING:
+    from onepass.distributed.tensor_parallel import TPLayout
     from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight
-    from onepass.parallel.tensor_parallel import TPLayout
 
 
 class FP8Gradient(Tensor):

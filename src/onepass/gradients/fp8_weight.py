@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import Pending, start_all_gather
+from onepass.distributed.tensor_parallel import TPLayout
 from onepass.gradients.fp8_scales import FP8Factors, FP8Scales
 from onepass.gradients.fp8_updates import (
     BEFORE_ANY,
@@ -40,8 +42,6 @@ from onepass.gradients.main_grad import is_capturing
 from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
 from onepass.kernels.scaled_product import scaled_product
-from onepass.parallel.collectives import Pending, start_all_gather
-from onepass.parallel.tensor_parallel import TPLayout
 from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.distributed.collectives import group_of_several, start_all_gather
 from onepass.gradients.buckets import (
     ALIGNED,
     TYPES,
@@ -41,7 +42,6 @@ from onepass.gradients.module_tree import ModuleTree
 from onepass.gradients.packed_params import are_packed, concat_no_grad, packed_groups
 from onepass.gradients.parameter_hooks import ParameterHooks
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written, storage_id
-from onepass.parallel.collectives import group_of_several, start_all_gather
 from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.validation import validating
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import rows_of
 from onepass.gradients.fp8_scales import factors_of
 from onepass.gradients.fp8_weight import FP8Operand, multiply, turned_weight
 from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere
@@ -26,7 +27,6 @@ from onepass.ops.activation.kernels import activation_unsupported
 from onepass.ops.norm.compiled_projections import use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_rows import NormRows, norm_rows
-from onepass.parallel.tensor_parallel import rows_of
 from onepass.product.fp8 import PRODUCT
 from onepass.product.in_graph import LOOKS_AT_A_STATE, CompiledFP8Product, state_in_graph
 from onepass.runtime import saved

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.distributed.collectives import reduce_scatter_sequence, sum_over_group
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.ops.embedding.embedding import embedding
-from onepass.parallel.collectives import reduce_scatter_sequence, sum_over_group
 
 
 class VocabParallelEmbedding(DividedParameters):

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.distributed.collectives import gather_last, split_last
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.fp8_state import FP8Module, shown_precision
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
 from onepass.ops.linear.linear import linear
-from onepass.parallel.collectives import gather_last, split_last
 from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 Init = Callable[[Tensor], Any]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import gather_last
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.linear import Init, check_input
 from onepass.nn.sharding import range_of
@@ -20,7 +21,6 @@ from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.reduction import check_reduction, check_terms
 from onepass.ops.loss.targets import check_class_weight
-from onepass.parallel.collectives import gather_last
 
 
 class LinearCrossEntropy(VocabularyHead):

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import copy_to_group, gather_sequence
 from onepass.gradients.vectors import with_fp32_grad
 from onepass.nn.linear import ColumnParallelLinear, Init, RowParallelLinear, check_input
 from onepass.nn.sharding import DividedParameters, check_init, check_size
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.kernels import check_options
-from onepass.parallel.collectives import copy_to_group, gather_sequence
 from onepass.runtime.checks import check_per_token
 from onepass.runtime.fp8_recipe import Precision
 

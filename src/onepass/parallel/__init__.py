@@ -1,4 +1,4 @@
-"""Collectives, tensor parallelism and data parallelism. Process groups are arguments."""
+"""The public names of `onepass.gradients`: main_grad's buffers, optimizers, deferral. `onepass.distributed` has collectives."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: `onepass.gradients` imports this package's collectives."""
+    """Import a name at its first use, as what only trainers need takes long to load."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

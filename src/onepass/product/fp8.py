@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.distributed.collectives import start_all_gather
+from onepass.distributed.tensor_parallel import TPLayout, rows_of, start_sum
 from onepass.gradients.fp8_gradient import FP8Gradient, takes_fp8_gradient
 from onepass.gradients.fp8_scales import FP8Factors
 from onepass.gradients.fp8_updates import Version
@@ -30,8 +32,6 @@ from onepass.gradients.main_grad import (
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.kernels.scaled_product import scaled_product
-from onepass.parallel.collectives import start_all_gather
-from onepass.parallel.tensor_parallel import TPLayout, rows_of, start_sum
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import registered

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import TPLayout, column_sums, start_sum
 from onepass.gradients.deferred import DeferredWgrad, graph_break_if_deferred, is_deferred
 from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight, fp8_state
 from onepass.gradients.main_grad import (
@@ -28,7 +29,6 @@ from onepass.gradients.main_grad import (
     vector_gradients,
 )
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
-from onepass.parallel.tensor_parallel import TPLayout, column_sums, start_sum
 from onepass.product.fp8 import FP8Product
 from onepass.product.in_graph import CompiledFP8Product
 from onepass.product.product import PlainProduct, Product

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import TPLayout
 from onepass.gradients.fp8_scales import factors_of, new_factors
 from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, fp8_weight
 from onepass.gradients.main_grad import GradRequest, put_gradient
 from onepass.gradients.packed_params import concat_no_grad
-from onepass.parallel.tensor_parallel import TPLayout
 from onepass.product.fp8 import PRODUCT, FP8Call, FP8Product, start_transposed
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients

@@ -1,7 +1,7 @@
 """How rows are multiplied by a layer's weight: the protocol, and the product in the rows' own type.
 
 Forward makes y of a prologue's rows. Backward makes the rows' gradient of dy, and the weight's of dy and the rows, which it puts
-in main_grad, hands to autograd, or keeps for `DeferredWgrad`. parallel/tensor_parallel.py says how ranks divide it.
+in main_grad, hands to autograd, or keeps for `DeferredWgrad`. distributed/tensor_parallel.py says how ranks divide it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import TPLayout, row_gradients, rows_of, start_gather, tp_product
 from onepass.gradients.main_grad import GradRequest, weight_gradient
-from onepass.parallel.tensor_parallel import TPLayout, row_gradients, rows_of, start_gather, tp_product
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import cast
 from onepass.runtime.fp8 import FP8Target

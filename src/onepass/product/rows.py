@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import rows_of
 from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.vectors import VectorGrads
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
-from onepass.parallel.tensor_parallel import rows_of
 from onepass.product.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
 from onepass.product.prologue import Codes, Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime.fp8 import FP8Target, turned_width

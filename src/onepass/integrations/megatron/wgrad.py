@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import tp_layout
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.gradients.main_grad import add_gradient
-from onepass.parallel.tensor_parallel import tp_layout
 
 MODULE = "fused_weight_gradient_mlp_cuda"
 DEFERRED = "onepass_deferred"  # where a weight keeps the DeferredWgrad of the head without logits

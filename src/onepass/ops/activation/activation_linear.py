@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import check_divisible, tp_layout, tp_product
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_gradient import fp8_taker
 from onepass.gradients.fp8_weight import describe_formula, describe_fp8
@@ -31,7 +32,6 @@ from onepass.ops.activation.activation_rows import ActivationRows, activation_by
 from onepass.ops.activation.activations import Activation, find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.ops.activation.sharding import shard_activation_linear
-from onepass.parallel.tensor_parallel import check_divisible, tp_layout, tp_product
 from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
 from onepass.product.product import Product, describe_products
 from onepass.runtime import saved

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import group_of_several, start_all_gather
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grad
 from onepass.kernels.language import triton_unsupported
@@ -31,7 +32,6 @@ from onepass.kernels.seeds import as_tensor, draw_seed
 from onepass.ops.dropout import kernels
 from onepass.ops.dropout.formula import DropoutOptions, backward_formula, global_rows
 from onepass.ops.dropout.sharding import shard_dropout_add
-from onepass.parallel.collectives import group_of_several, start_all_gather
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_same_shape, check_vector
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch

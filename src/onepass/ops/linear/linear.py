@@ -1,7 +1,7 @@
 """linear: x @ weight.T + bias, whose gradients go into main_grad and over the ranks of a group.
 
 Formula  y = x @ weight.T + bias.
-Shapes   x [..., K], weight [N, K], bias [N], y [..., N]. Over ranks: parallel/tensor_parallel.py.
+Shapes   x [..., K], weight [N, K], bias [N], y [..., N]. Over ranks: distributed/tensor_parallel.py.
 Saves    x where the weight needs a gradient, and the weight where x does; nothing that is made here.
 Bytes    the product adds into main_grad, which it reads and writes once. Nothing of the gradient's size is allocated, and no
          pass adds it afterwards (read, read, write).
@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.distributed.collectives import group_of_several
+from onepass.distributed.tensor_parallel import check_divisible, tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_weight import describe_formula, describe_fp8
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.ops.linear.sharding import shard_linear
-from onepass.parallel.collectives import group_of_several
-from onepass.parallel.tensor_parallel import check_divisible, tp_layout
 from onepass.product.function import is_plain, multiply_rows, product_for
 from onepass.runtime.autocast import product_type, under_autocast
 from onepass.runtime.backend import NATIVE, choose, run_other

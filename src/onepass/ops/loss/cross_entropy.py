@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import group_of_several, start_all_gather, vocab_range
 from onepass.kernels.language import triton_unsupported
 from onepass.kernels.layout import as_matrix
 from onepass.ops.loss import row_formula, row_kernels
@@ -53,8 +54,6 @@ from onepass.ops.loss.row_kernels import (
 from onepass.ops.loss.sharding import shard_cross_entropy
 from onepass.ops.loss.statistics import check_statistics, make_stats
 from onepass.ops.loss.targets import Targets, as_targets, check_class_weight, has_masses, row_weights, split_labels
-from onepass.parallel.collectives import group_of_several
-from onepass.parallel.vocab_shards import start_gather_parts, vocab_range
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, not_twice_differentiable, under_functorch
@@ -309,7 +308,7 @@ def _forward(
         found = whole_losses(logits, flat, probabilities, class_weight, terms, stats, use_triton)
     else:
         part = partial_statistics(logits, flat, place, probabilities, class_weight, terms, stats, use_triton)
-        parts, of_label = start_gather_parts(part, group).wait(), None if probabilities is not None else class_weight
+        parts, of_label = start_all_gather(part, group).wait(), None if probabilities is not None else class_weight
         found = partial_losses(parts, flat, place, of_label, logits.dtype, masses, terms, stats, use_triton)
     rows, scale, of_losses = RowLosses(*found), None, weights.of_losses
     if reduction == "none":

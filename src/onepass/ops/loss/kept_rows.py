@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onepass.parallel.collectives import group_of_several
+from onepass.distributed.collectives import group_of_several
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.sizes import ceil_div
 

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import column_sums, input_gradient, rows_of
 from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_rows import norm_rows
-from onepass.parallel.tensor_parallel import column_sums, input_gradient, rows_of
 from onepass.product.fp8 import PRODUCT
 from onepass.product.in_graph import CompiledFP8Product
 from onepass.product.prologue import Prologue

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.distributed.tensor_parallel import tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_weight import describe_formula
 from onepass.gradients.vectors import contiguous_param, with_fp32_grads
@@ -30,7 +31,6 @@ from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import DEFAULT_EPS, NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.norm_rows import norm_rows
 from onepass.ops.norm.sharding import shard_norm_linear
-from onepass.parallel.tensor_parallel import tp_layout
 from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
 from onepass.product.product import Product
 from onepass.runtime.autocast import product_type

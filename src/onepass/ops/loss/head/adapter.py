@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from onepass.distributed.collectives import start_all_reduce
 from onepass.gradients.main_grad import add_gradient
 from onepass.ops.loss.head.operands import Head, LogitsBlock, low_gradient, wide_type
-from onepass.parallel.collectives import start_all_reduce
 
 
 class AdapterSum:

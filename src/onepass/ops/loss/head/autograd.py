@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import vocab_range
 from onepass.gradients.main_grad import (
     GradRequest,
     accumulates_elsewhere,
@@ -24,7 +25,6 @@ from onepass.ops.loss.head.steps import HeadOps
 from onepass.ops.loss.head.sums import Gradients, Needs
 from onepass.ops.loss.reduction import reduce_rows, row_gradient
 from onepass.ops.loss.scale import scale_into
-from onepass.parallel.vocab_shards import vocab_range
 from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twice_differentiable
 
 

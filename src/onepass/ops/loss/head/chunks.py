@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.distributed.collectives import Pending, start_all_gather
 from onepass.ops.loss.head.operands import Head
-from onepass.parallel.collectives import Pending, start_all_gather
 from onepass.runtime.sizes import ceil_div
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.distributed.collectives import Pending, start_all_reduce, start_reduce_scatter
 from onepass.gradients.main_grad import add_gradient
 from onepass.ops.loss.head.adapter import AdapterSum
 from onepass.ops.loss.head.chunks import TokenChunk
 from onepass.ops.loss.head.operands import Head, HeadTensors, LogitsBlock, hidden_gradient, multiply, wide_type
-from onepass.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
 
 
 class Gradients(NamedTuple):

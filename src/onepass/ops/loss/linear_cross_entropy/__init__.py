@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import group_of_several
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.loss.formula import LossOptions, LossTerms, reduce_losses, row_losses
@@ -42,7 +43,6 @@ from onepass.ops.loss.sharding import shard_linear_cross_entropy
 from onepass.ops.loss.statistics import check_statistics, make_stats
 from onepass.ops.loss.targets import Targets, check_class_weight, has_masses, row_weights, split_labels
 from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
-from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token

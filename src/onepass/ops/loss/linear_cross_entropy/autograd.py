@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import vocab_range
 from onepass.gradients.deferred import DeferredWgrad, graph_break_if_deferred, is_deferred
 from onepass.gradients.main_grad import (
     GradRequest,
@@ -35,7 +36,6 @@ from onepass.ops.loss.linear_cross_entropy.row_loss import OPS, CrossEntropyRows
 from onepass.ops.loss.reduction import can_validate_labels, mean_scale, reduce_rows, row_gradient, validate_labels
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.ops.loss.targets import Targets, check_class_weight, has_masses, row_weights
-from onepass.parallel.vocab_shards import vocab_range
 from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twice_differentiable, under_checkpoint
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.distributed.collectives import Pending, start_all_gather
 from onepass.kernels.layout import as_matrix
 from onepass.ops.loss import row_formula, row_kernels, whole_row_kernels
 from onepass.ops.loss.formula import LossOptions, RowLosses, lse_type
@@ -20,8 +21,6 @@ from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.reduction import row_gradient
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.ops.loss.targets import as_targets
-from onepass.parallel.collectives import Pending
-from onepass.parallel.vocab_shards import start_gather_parts
 
 
 class TokenRows(NamedTuple):
@@ -113,7 +112,7 @@ class CrossEntropyRows:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.head.shard is None:
             return Pending(whole)
-        return start_gather_parts(self.rows.merge_statistics(whole, self.terms, self.stats), self.head.shard.group)
+        return start_all_gather(self.rows.merge_statistics(whole, self.terms, self.stats), self.head.shard.group)
 
     def finish(self, chunk: TokenChunk, logits: LogitsBlock, sent: Pending) -> None:
         head, labels = self.head, chunk.take(self.labels)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import group_of_several
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.loss.formula import reduce_losses
 from onepass.ops.loss.head.operands import HeadTensors
@@ -31,7 +32,6 @@ from onepass.ops.loss.linear_divergence.row_loss import apply, plan_call
 from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
 from onepass.ops.loss.sharding import shard_linear_divergence
-from onepass.parallel.collectives import group_of_several
 from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_linear, check_number

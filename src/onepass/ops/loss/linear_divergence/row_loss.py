@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.distributed.collectives import Pending, start_all_gather, start_all_reduce
 from onepass.ops.loss.head.autograd import head_function
 from onepass.ops.loss.head.chunks import Chunks, TokenChunk
 from onepass.ops.loss.head.operands import (
@@ -32,8 +33,6 @@ from onepass.ops.loss.linear_divergence import rows as by_pytorch
 from onepass.ops.loss.linear_divergence.formula import PLANES, DivergenceOptions, finish_jsd, merge_statistics
 from onepass.ops.loss.linear_divergence.plan import DivergenceInputs, DivergencePlan, make_plan
 from onepass.ops.loss.linear_divergence.rows import LogitRows
-from onepass.parallel.collectives import Pending, start_all_reduce
-from onepass.parallel.vocab_shards import start_gather_parts
 
 
 class TeacherRows(NamedTuple):
@@ -112,7 +111,7 @@ class DivergenceRows:
         return None
 
     def exchange(self, parts: list[Any]) -> Pending | None:
-        return None if self.shard is None else start_gather_parts(parts[0], self.shard.group)
+        return None if self.shard is None else start_all_gather(parts[0], self.shard.group)
 
     def finish(self, chunk: TokenChunk, logits: LogitsBlock, sent: Pending | None) -> None:
         if self.shard is None or sent is None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.parallel.collectives import Pending, group_of_several, start_all_gather, start_all_reduce, start_reduce_scatter
+from onepass.distributed.collectives import Pending, group_of_several, start_all_gather, start_all_reduce, start_reduce_scatter
 
 
 class TPLayout(NamedTuple):

@@ -343,3 +343,15 @@ def _check_agreement(name: str, mine: str, group: dist.ProcessGroup) -> None:
             raise RuntimeError(
                 f"{name} must be the same on all ranks of group, but is {first} on its rank 0 and {theirs} on its rank {rank}"
             )
+
+
+# ---- a vocabulary divided over a tensor-parallel group ----
+
+
+def vocab_range(columns: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Return [2] int64 on the device: this rank's first token, and the number of all tokens. The CPU does not wait.
+
+    Each rank has `columns` tokens of its own; the group has several ranks.
+    """
+    sizes = start_all_gather(torch.full((1,), columns, dtype=torch.int64, device=device), group).wait()
+    return torch.stack([sizes[: group.rank()].sum(), sizes.sum()])
