@@ -142,6 +142,26 @@ def test_a_circle_would_be_seen(line, tmp_path, monkeypatch):
     assert set(_circle(sorted(folder.glob("*.py")))) == {f"onepass.fusion.{name}" for name in lines}
 
 
+def _closure(module):
+    """Return the modules that an import of this one may load, whenever it does."""
+    files = {_name(path): path for path in FILES}
+    loaded, waiting = {module}, [module]
+    while waiting:
+        new = set(_imported(files[waiting.pop()])) - loaded
+        loaded |= new
+        waiting += new
+    return loaded
+
+
+@pytest.mark.parametrize(("module", "most"), [("ops.norm.norm", 33), ("ops.linear.linear", 40)])
+def test_an_op_is_read_from_few_files(module, most):
+    assert len(_closure(f"onepass.{module}")) <= most
+
+
+def test_a_norm_reads_no_product():
+    assert not [name for name in _closure("onepass.ops.norm.norm") if name.startswith(("onepass.product", "onepass.distributed"))]
+
+
 def test_every_part_has_its_place():
     parts = {_name(path).partition(".")[2].split(".")[0] for path in FILES}
     assert parts <= set(ALLOWED)

@@ -30,7 +30,7 @@ from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.fp8_recipe import FP8Recipe
-from onepass.runtime.validation import validate
+from onepass.runtime.process_setting import validate
 
 if TYPE_CHECKING:
     from onepass import gpt

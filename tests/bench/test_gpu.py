@@ -11,7 +11,7 @@ from bench.benching import made
 from torch import Tensor
 
 import onepass
-from onepass.bench import gpu, norm, runner
+from onepass.bench import norm, runner
 from onepass.bench.model import BenchCase, CaseResult, Contender
 from onepass.runtime.ceilings import Ceilings, clock_for
 
@@ -27,10 +27,10 @@ def test_what_is_kept_is_neither_input_nor_output() -> None:
         h = x + residual
         return F.gelu(F.rms_norm(h, (4096,), weight)), h  # gelu saves the norm
 
-    peak, kept = gpu.memory_mib(keeps_a_copy, inputs, device)
+    peak, kept = runner.memory_mib(keeps_a_copy, inputs, device)
     assert 8 <= kept < 9
     assert peak > kept + 2 * 8
-    _, kept = gpu.memory_mib(made(norm, case), inputs, device)
+    _, kept = runner.memory_mib(made(norm, case), inputs, device)
     assert 0 <= kept < 0.1
 
 

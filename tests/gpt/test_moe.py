@@ -8,8 +8,8 @@ from ops.fp8_calls import decibels
 
 import onepass
 from onepass.gpt import Config
-from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE, balance, routed
+from onepass.gpt.parts import Initializer
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.ops.linear.routing import gather_tokens, scatter_tokens
 from onepass.product import grouped as grouped_products

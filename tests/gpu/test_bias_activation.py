@@ -11,7 +11,7 @@ import torch
 from gpu.calls import nobody_waits
 
 import onepass
-from onepass.kernels import column_sum
+from onepass.kernels import column_reduce
 from onepass.ops.activation import bias_activation as module
 from onepass.ops.activation import kernels as shared
 from onepass.runtime import saved
@@ -48,7 +48,7 @@ def close_to_formula(activation, x, bias, dy, **options):
 
 def compiled():
     """How many kernels of this op Triton has compiled or loaded so far in this process."""
-    kernels = shared._forward_kernel, shared._backward_kernel, column_sum._column_sum_kernel
+    kernels = shared._forward_kernel, shared._backward_kernel, column_reduce._column_sum_kernel
     return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
 

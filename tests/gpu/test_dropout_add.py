@@ -7,8 +7,7 @@ from ops.calls import equal
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.kernels.philox import keep_mask_formula
-from onepass.kernels.seeds import draw_seed
+from onepass.kernels.philox import draw_seed, keep_mask_formula
 from onepass.ops.dropout import kernels
 
 __all__ = ["memory_goes_back"]

@@ -7,7 +7,7 @@ from onepass.testing.budget import compare
 from onepass.testing.poison import assert_written, poisoned, unchanged
 
 pytest.importorskip("triton")
-from onepass.kernels.column_sum import column_sum
+from onepass.kernels.column_reduce import column_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,8 +7,8 @@ import torch
 
 from onepass.kernels import fp8 as device_functions
 from onepass.kernels import fp8_cast, fp8_tile
+from onepass.kernels.cublaslt import scaled_product
 from onepass.kernels.language import triton
-from onepass.kernels.scaled_product import scaled_product
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.testing.mutants import mutate

@@ -242,7 +242,7 @@ def test_accesses_out_of_bounds_raise():
 
 @pytest.mark.usefixtures("nothing_noted")
 def test_a_tensor_is_reached_by_its_distance():
-    from onepass.kernels.reach import distance
+    from onepass.kernels.layout import distance
 
     x, y, near = torch.randn(8), torch.zeros(8), torch.zeros(8)
     with pytest.raises(AssertionError, match="writes 8 of 8 values"):

@@ -6,8 +6,7 @@ import torch
 from ops.dropout_add_oracle import halves, philox
 
 from onepass.kernels import philox as random
-from onepass.kernels.philox import keep_mask_formula, scale_of, threshold_of
-from onepass.kernels.seeds import _mix
+from onepass.kernels.philox import _mix, keep_mask_formula, scale_of, threshold_of
 
 ROWS, COLUMNS = 512, 2048
 VECTORS = {  # of the paper's authors: counter and key, and the words after seven rounds and after ten

@@ -6,7 +6,7 @@ import torch
 from onepass.testing.poison import assert_written, poisoned, unchanged
 
 pytest.importorskip("triton")
-from onepass.ops.loss.scale import scale_into
+from onepass.ops.loss.head.autograd import scale_into
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ops.bias_activation_oracle import BF16, FP16, FP32, GATED, PLAIN, laid_out
 
-from onepass.kernels import column_sum, fp8_tile
+from onepass.kernels import column_reduce, fp8_tile
 from onepass.kernels.language import triton
 from onepass.ops.activation import fp8 as real
 from onepass.ops.activation import fp8_kernels
@@ -341,7 +341,7 @@ MUTANTS = {
     "an infinite magnitude": (fp8_kernels, "_rows_kernel", "finite_sizes(y)", "tl.abs(y)"),
     "a long row isn't read again": (fp8_kernels, "_rows_kernel", "H > BLOCK_H", "H < BLOCK_H"),
     "clamped on one side": (activation_kernels, "clamp_halves", "linear < -clamp, -clamp, linear", "linear < -9, -9, linear"),
-    "a block of rows is left out": (column_sum, "_column_sum_kernel", "rows < S", "rows < S - 1"),
+    "a block of rows is left out": (column_reduce, "_column_sum_kernel", "rows < S", "rows < S - 1"),
 }
 FINDERS = (
     Case(lead=(70,), weight=FP32, clamp=1.0, offset=0.5),

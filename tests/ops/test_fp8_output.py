@@ -8,7 +8,7 @@ from ops.calls import Operators, backends, needs_triton
 
 import onepass
 from onepass import FP8Target, FP8Tensor
-from onepass.kernels.scaled_product import scaled_product
+from onepass.kernels.cublaslt import scaled_product
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation_reference
 from onepass.ops.norm import fp8 as norm_fp8

@@ -12,9 +12,9 @@ from ops.linear_cross_entropy_oracle import ALL, BF16, FP32, Case, judge_case
 import onepass.ops.loss.linear_cross_entropy as module
 
 pytest.importorskip("triton")
-from onepass.ops.loss import formula, kept_rows, reduction, row_formula, row_functions, row_kernels, scale, whole_row_kernels
-from onepass.ops.loss.head import adapter, chunks, operands, passes, steps, sums
+from onepass.ops.loss import formula, kept_rows, reduction, row_formula, row_functions, row_kernels, whole_row_kernels
 from onepass.ops.loss.head import autograd as head_autograd
+from onepass.ops.loss.head import chunks, operands, passes, steps, sums
 from onepass.ops.loss.linear_cross_entropy import autograd, row_loss
 from onepass.testing.mutants import copy_package, mutate
 
@@ -107,7 +107,7 @@ KERNEL_MUTANTS = {
     "merge: entropies not moved": (row_kernels, "_merge_kernel", "(more + (m - most[None, :]) * sums)", "more", PARTS),
     "entropy's gradient without z": (row_functions, "gradient_of", "tl.where(p > 0, p * b * above, 0.0)", "0.0", PARTS),
     "entropy's gradient without the entropy": (row_kernels, "_gradient_kernel", "b * tl.load(entropy_ptr + row, mask=kept, other=0.0)", "0.0", PARTS),
-    "what waited as it was": (scale, "_scaled_kernel", " * tl.load(factor_ptr).to(tl.float32)", "", Case("grad_in_forward", "sum", FP32, (9,))),
+    "what waited as it was": (head_autograd, "_scaled_kernel", " * tl.load(factor_ptr).to(tl.float32)", "", Case("grad_in_forward", "sum", FP32, (9,))),
     "merge: squares moved once": (row_kernels, "_merge_kernel", "now * now * tl", "now * tl", PARTS),
     "merge: squares of the first parts not moved": (row_kernels, "_merge_kernel", "before * before * squares", "squares", Case(("recompute", 5, 2), "sum", FP32, (9,), V=130, full=True)),
     "both: squares moved once": (whole_row_kernels, "_both_kernel", "worth * worth * squares", "worth * squares", AT_ONCE),
@@ -119,17 +119,17 @@ LORA, LORA_BLOCKS = Case("recompute", lora=3, bias=True), Case("both", "none", l
 LORA_MADE = Case("grad_in_forward", lora=3)
 MUTANTS |= {
     "lora: no scale": (operands, "Head.low", "found.mul_(self.lora.scale)", "found", LORA),
-    "lora: a gradient without the scale": (adapter, "AdapterSum.rounded", " * self.scale", "", LORA),
-    "lora: the scale twice": (adapter, "AdapterSum.rounded", " * self.scale", " * self.scale * self.scale", LORA),
+    "lora: a gradient without the scale": (sums, "AdapterSum.rounded", " * self.scale", "", LORA),
+    "lora: the scale twice": (sums, "AdapterSum.rounded", " * self.scale", " * self.scale * self.scale", LORA),
     "lora: the logits rounded before it is added": (operands, "_products_with_lora", "_product(operand, head.joined(first + at, first + end), None, out[:, at:end])", "joined, K = head.joined(first + at, first + end), hidden.shape[1]\n        out[:, at:end] = hidden @ joined[:, :K].t()\n        out[:, at:end] += operand[:, K:] @ joined[:, K:].t()", Case("keep_logits", dtype=BF16, lora=3, D=64, lead=(40,))),
     "lora: b's rows of the first block": (operands, "_products_with_lora", "first + at, first + end", "at, end", LORA_BLOCKS),
     "lora: the bias forgotten": (operands, "Head.operand", "x[:, width + rank] = 1", "pass", LORA),
     "lora: the bias of the first block": (operands, "Head.joined", "self.bias[first:last]", "self.bias[: last - first]", LORA_BLOCKS),
     "lora: nothing for hidden": (sums, "HiddenSum._add", "low is not None", "False", LORA),
-    "lora: hidden's part of each block": (adapter, "AdapterSum.add", "block == self.blocks - 1", "True", LORA_BLOCKS),
-    "lora: the last block's part": (adapter, "AdapterSum.add", "block > 0", "False", LORA_BLOCKS),
+    "lora: hidden's part of each block": (sums, "AdapterSum.add", "block == self.blocks - 1", "True", LORA_BLOCKS),
+    "lora: the last block's part": (sums, "AdapterSum.add", "block > 0", "False", LORA_BLOCKS),
     "lora: b's rows of the first block in backward": (operands, "low_gradient", "logits.first : logits.first +", ":", LORA_BLOCKS),
-    "lora: a's gradient of the last chunk": (adapter, "AdapterSum.add_a", "self.begun)", "False)", LORA),
+    "lora: a's gradient of the last chunk": (sums, "AdapterSum.add_a", "self.begun)", "False)", LORA),
     "lora: b's gradient of the last chunk": (sums, "WeightSum.add", "self.head.low(hidden), self.begun", "self.head.low(hidden), False", LORA),
     "lora: b's gradient of each block in the first's place": (sums, "WeightSum.__init__", "t[first : first + columns]", "t[:columns]", LORA_BLOCKS),
     "lora: b's gradient without the scale": (sums, "WeightSum.add", "self.head.low(hidden)", "self.head.low(hidden) / self.head.lora.scale", LORA),

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass.gradients.fp8_scales import ROLES
-from onepass.kernels import scaled_product
+from onepass.kernels import cublaslt
 from onepass.kernels.language import triton
 from onepass.nn import MLP, ColumnParallelLinear, RowParallelLinear
 from onepass.parallel import DeferredWgrad, MainGrads
@@ -298,7 +298,7 @@ def order(name, kind):
     call = partial(CASES[name][0], tp_group=group, precision=RECIPES[kind])
     for _ in range(2):  # in the second ranks learn that there is a history
         end_step(call, x, parameters, dy)
-    happened, here, scaled_mm = {}, [], scaled_product.scaled_mm
+    happened, here, scaled_mm = {}, [], cublaslt.scaled_mm
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -308,7 +308,7 @@ def order(name, kind):
                 here.append("wait" if "wait" in said else f"start {sent}")
             elif ".mm" in said or ".addmm" in said or "scaled_mm" in said or "add_gradient" in said or "fp8_gradient" in said:
                 here.append("product")
-                with patch.object(scaled_product, "scaled_mm", scaled_mm):  # the same one, where the op calls cuBLASLt
+                with patch.object(cublaslt, "scaled_mm", scaled_mm):  # the same one, where the op calls cuBLASLt
                     return function(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 
@@ -320,7 +320,7 @@ def order(name, kind):
     def watching(part):
         nonlocal here
         here = happened[part] = []
-        with Watch(), patch.object(scaled_product, "scaled_mm", watched):
+        with Watch(), patch.object(cublaslt, "scaled_mm", watched):
             yield
 
     with watching("forward"):

@@ -157,18 +157,18 @@ def test_falling_back_is_said_once(caplog, monkeypatch):
 
 
 def test_validate_is_a_block_and_a_switch():
-    assert not onepass.runtime.validation.validating()
+    assert not onepass.runtime.process_setting.validating()
     with onepass.validate():
-        assert onepass.runtime.validation.validating()
+        assert onepass.runtime.process_setting.validating()
         with onepass.validate(False):
-            assert not onepass.runtime.validation.validating()
-        assert onepass.runtime.validation.validating()
+            assert not onepass.runtime.process_setting.validating()
+        assert onepass.runtime.process_setting.validating()
     onepass.validate()
-    assert onepass.runtime.validation.validating()
+    assert onepass.runtime.process_setting.validating()
     onepass.validate(False)
     with pytest.raises(KeyError), onepass.validate():
         raise KeyError
-    assert not onepass.runtime.validation.validating()
+    assert not onepass.runtime.process_setting.validating()
 
 
 def test_explain_knows_shorthands_empty_calls_and_bad_ones():

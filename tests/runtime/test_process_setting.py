@@ -8,7 +8,7 @@ import torch
 
 import onepass
 from onepass.runtime.backend import _choice, current_backend
-from onepass.runtime.validation import validating
+from onepass.runtime.process_setting import validating
 
 
 def found():

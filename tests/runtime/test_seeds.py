@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from onepass.kernels import seeds
-from onepass.kernels.seeds import _mix, as_tensor, draw_seed
+from onepass.kernels import philox
+from onepass.kernels.philox import _mix, as_tensor, draw_seed
 
 
 class Generator:
@@ -32,8 +32,8 @@ def gpu(monkeypatch):
     """What stands for a tensor of a GPU that nobody watches, and its generator."""
     generator = Generator()
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
-    monkeypatch.setattr(seeds, "needs_dispatcher", lambda *tensors: False)
-    monkeypatch.setattr(seeds, "is_capturing", lambda device: False)
+    monkeypatch.setattr(philox, "needs_dispatcher", lambda *tensors: False)
+    monkeypatch.setattr(philox, "is_capturing", lambda device: False)
     return SimpleNamespace(is_cuda=True, device=torch.device("cpu"), get_device=lambda: 1), generator
 
 
@@ -59,7 +59,7 @@ def test_a_number_on_a_gpu_of_the_generators_seed_and_place(gpu):
 @pytest.mark.parametrize("why", ["needs_dispatcher", "is_capturing", "under_functorch"])
 def test_a_tensor_where_somebody_looks_on(gpu, why, monkeypatch):
     x, generator = gpu
-    monkeypatch.setattr(seeds, why, lambda *given: True)
+    monkeypatch.setattr(philox, why, lambda *given: True)
     assert isinstance(draw_seed(x), torch.Tensor) and generator.offset == 0
 
 

@@ -5,13 +5,13 @@ from unittest.mock import patch
 import pytest
 
 import onepass
-from onepass.train import peak
+from onepass.train import live
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _by_pytorch():
     """Not in the interpreter, in which training would take minutes."""
-    with onepass.use_backend("torch"), patch.object(peak, "_CPU_SIZE", 64):  # bf16 takes seconds a product on some CPUs
+    with onepass.use_backend("torch"), patch.object(live, "_CPU_SIZE", 64):  # bf16 takes seconds a product on some CPUs
         yield
 
 

@@ -5,8 +5,8 @@ import torch
 from train.checkpoint_runs import KINDS, alone, batch, configured, go
 
 from onepass.gpt import Model
-from onepass.train.masters import drawn, narrow_type
 from onepass.train.setup import make
+from onepass.train.updates import drawn, narrow_type
 
 SLOW = 1e-6  # a step of which no weight of .02 would show in bf16
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128}

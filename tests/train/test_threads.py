@@ -6,9 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from onepass.train import peak, threads
-from onepass.train.live import Live
-from onepass.train.peak import MatrixPeak
+from onepass.train import live as live_module
+from onepass.train import threads
+from onepass.train.live import Live, MatrixPeak
 from onepass.train.record import Line
 from onepass.train.threads import CpuThreads, Probe
 
@@ -116,8 +116,8 @@ def test_a_probe_measures_threads_and_draws_no_random_numbers():
 def measured(monkeypatch):
     """The FLOPs per second that the next measurements find."""
     found = []
-    monkeypatch.setattr(peak.MatrixPeak, "_measured", lambda self: setattr(self, "_last", self.clock) or found.pop(0))
-    monkeypatch.setattr(peak.MatrixPeak, "clock", 0.0, raising=False)
+    monkeypatch.setattr(live_module.MatrixPeak, "_measured", lambda self: setattr(self, "_last", self.clock) or found.pop(0))
+    monkeypatch.setattr(live_module.MatrixPeak, "clock", 0.0, raising=False)
     monkeypatch.setattr("time.monotonic", lambda: MatrixPeak.clock)
     return found
 

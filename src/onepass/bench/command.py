@@ -19,8 +19,7 @@ from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
 from onepass.bench.record import BenchRun
 from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
-from onepass.runtime.errors import CommandError, check_output
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import CommandError, check_output, install_hint
 
 _NAMED = ("bf16", "fp16", "fp32")  # not fp64: errors are measured against it
 

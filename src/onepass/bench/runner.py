@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench import accuracy, gpu
+from onepass.bench import accuracy
 from onepass.bench.model import (
     BenchCase,
     Call,
@@ -35,9 +35,11 @@ from onepass.bench.model import (
     OpBench,
     Result,
     differentiate,
+    outputs_of,
 )
 from onepass.bench.peers import PACKAGES, forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
+from onepass.runtime.cuda_graph import capture, side_stream
 
 ROUNDS, ROUNDS_QUICK = 5, 3
 CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 3  # the minimum is reported: other work of the CPU only adds to a call's time
@@ -151,7 +153,7 @@ def _time_case(
     inputs = plan.bench.inputs(case, clock.device, seeds)
     if clock.device.type == "cuda":
         for row, call in right:
-            row.peak_mib, row.kept_mib = gpu.memory_mib(call, inputs, clock.device)
+            row.peak_mib, row.kept_mib = memory_mib(call, inputs, clock.device)
     lanes = [_copy_lane(case, clock.device), *(_lane(row.contender, call, inputs) for row, call in right)]
     budget = 10.0 if clock.device.type == "cuda" else 30.0 if plan.quick else 150.0
     for turn in range(plan.rounds):
@@ -188,8 +190,8 @@ def _replay(row: Measured, lane: _Lane, clock: Clock) -> None:
     Backward can't be repeated by itself: compiled code may overwrite the tensors that it saved.
     """
     try:
-        both = gpu.replay_us(lane.both, clock)  # first: a step in eight bits that is captured ends with no update of its own
-        row.forward_graph_us = gpu.replay_us(lane.forward, clock)
+        both = replay_us(lane.both, clock)  # first: a step in eight bits that is captured ends with no update of its own
+        row.forward_graph_us = replay_us(lane.forward, clock)
         row.backward_graph_us = both - row.forward_graph_us
     except Exception:  # some contenders can't be captured: they get no graph time
         _still_there(clock, row)
@@ -347,3 +349,47 @@ def _add_cpu_times(result: CaseResult, cpu: CpuTimes) -> None:
     for row in result.rows:
         if row.status == "ok" and row.contender in times:
             row.cpu_forward_us, row.cpu_both_us = times[row.contender].forward_us, times[row.contender].both_us
+
+
+# ---- on a GPU ----
+
+_IN_A_GRAPH = 20  # calls a graph: they share the cost of its launch
+_WARM = 3  # calls before a capture, which may not contain one-time compilation, loading or allocation
+
+
+def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float, float]:
+    """Return the peak and the kept memory of a call.
+
+    The peak is the most that forward and backward allocate beyond the inputs, results included. The kept memory is what forward
+    leaves allocated beyond inputs and outputs, for backward.
+    """
+    asked, grads = list(inputs.asked.values()), inputs.fresh_grads()
+    differentiate(call(*inputs.tensors.values()), asked, inputs.fresh_grads(), inputs.trained)  # one-time allocations happen here
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before, asked_for = torch.cuda.memory_allocated(device), _asked_for(device)
+    results = call(*inputs.tensors.values())
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors.values()}  # which some write to and return
+    storages = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs_of(results)}
+    kept = _asked_for(device) - asked_for - sum(size for place, size in storages.items() if place not in given)
+    got = differentiate(results, asked, grads, inputs.trained)
+    torch.cuda.synchronize(device)
+    del results, got
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20, kept / 2**20
+
+
+def _asked_for(device: torch.device) -> int:
+    """Return the bytes in use as requested, without the allocator's rounding of up to a MiB a tensor."""
+    held: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    return held
+
+
+def replay_us(call: Callable[[], object], clock: Clock) -> float:
+    """Return the GPU time of one call in microseconds, from replays of a graph of several calls on the same tensors."""
+    with side_stream(clock.device):
+        for _ in range(_WARM):
+            call()
+            clock.synchronize()  # the host hears of a history of scales before the capture, in which it asks nothing
+        graph, _ = capture(lambda: [call() for _ in range(_IN_A_GRAPH)], clock.device)
+    return clock.median(lambda _: graph.replay()) * 1e3 / _IN_A_GRAPH

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.runtime.dispatch import cast, not_twice_differentiable
-from onepass.runtime.validation import validating
+from onepass.runtime.process_setting import validating
 
 # PyTorch's functional collectives: compilers and dispatch modes see them. Their counterparts in torch.distributed change names
 # between versions, and compilers don't follow the asynchronous ones.

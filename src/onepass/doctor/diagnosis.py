@@ -21,12 +21,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onepass.doctor.check import BROKEN, OK, OLDEST_TRANSFORMERS, WARNING, Check, version_of
-from onepass.doctor.environment import GPU_SLOWERS, SLOWERS
+from onepass.doctor.environment import BROKEN, GPU_SLOWERS, OK, OLDEST_TRANSFORMERS, SLOWERS, WARNING, Check, version_of
 from onepass.kernels import language
 from onepass.kernels.language import triton
 from onepass.runtime import backend
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import install_hint
 from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, weights_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +11,28 @@ from typing import Any
 
 import torch
 
-from onepass.doctor.check import OK, OLDEST_TRANSFORMERS, WARNING, Check, version_of
 from onepass.ops.attention.by_flash import flash_functions
+
+OK, WARNING, BROKEN = "ok", "warning", "broken"
+OLDEST_TRANSFORMERS = 5  # that huggingface.apply was tried with
+
+
+@dataclass
+class Check:
+    """The result of one check for a known problem, or of one self-test, with advice if it is not ok."""
+
+    name: str
+    verdict: str
+    found: str
+    advice: str = ""
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package that is installed, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)

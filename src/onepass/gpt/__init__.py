@@ -1,8 +1,7 @@
 """A GPT built from onepass ops: configuration, presets, model, and conversion of weights from and to Hugging Face."""
 
-from onepass.gpt.config import Config
+from onepass.gpt.config import PRESETS, Config, preset
 from onepass.gpt.model import Model
-from onepass.gpt.presets import PRESETS, preset
 from onepass.gpt.weights import load_huggingface, save_huggingface
 
 __all__ = ["PRESETS", "Config", "Model", "load_huggingface", "preset", "save_huggingface"]

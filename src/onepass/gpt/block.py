@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from onepass.gpt.config import Config
-from onepass.gpt.initializer import Initializer
 from onepass.gpt.moe import MoE
 from onepass.gpt.packing import nan_if_wrong, visible_keys
-from onepass.gpt.parts import PlainMLP, Residual, make_norm
+from onepass.gpt.parts import Initializer, PlainMLP, Residual, make_norm
 from onepass.gpt.positions import Tables, rotated
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from onepass.distributed.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
 from onepass.gpt.config import Config
-from onepass.gpt.initializer import Initializer
-from onepass.gpt.parts import WholeWeight, plain_activation
+from onepass.gpt.parts import Initializer, WholeWeight, plain_activation
 from onepass.nn.fp8_state import GroupedLayer
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from onepass.gpt.block import Block
 from onepass.gpt.config import Config
-from onepass.gpt.initializer import Initializer
 from onepass.gpt.packing import positions_in_rows
-from onepass.gpt.parts import WholeWeight, make_norm, settled
+from onepass.gpt.parts import Initializer, WholeWeight, make_norm, settled
 from onepass.gpt.positions import Tables
 from onepass.ops.linear.linear import linear
 from onepass.ops.loss.kept_rows import KeptRows

@@ -6,6 +6,8 @@ configuration chooses. A weight that no rank divides is beside them.
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +16,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.gpt.config import Config
-from onepass.gpt.initializer import Initializer
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, MarkedParameters, RMSNorm
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.dispatch import cast
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Fill a whole weight with normal values of this standard deviation. They depend on the weight's name and the seed only.
+
+    The values are drawn in fp32 on the weight's device, so dtypes differ only by rounding.
+    """
+
+    seed: int
+    std: float
+    name: str = ""
+
+    def of(self, name: str, scale: float = 1.0) -> Initializer:
+        """Return the initializer of the child `name`, a module or weight, with the standard deviation times `scale`."""
+        return Initializer(self.seed, self.std * scale, f"{self.name}.{name}" if self.name else name)
+
+    def __call__(self, weight: Tensor) -> None:
+        if weight.is_meta:
+            return
+        digest = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        drawn = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        weight.copy_(drawn.normal_(0.0, self.std, generator=generator))
 
 Norm = LayerNorm | RMSNorm
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import install_hint
 from onepass.runtime.regular_file import read_regular, read_regular_or_pipe
 
 S = TypeVar("S", bound="Settings")

@@ -20,7 +20,7 @@ from onepass.gpt.config import Config
 from onepass.gpt.huggingface import config_of, their_config
 from onepass.gpt.model import Model
 from onepass.nn.sharding import Division, part_of
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import install_hint
 from onepass.runtime.regular_file import read_regular
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

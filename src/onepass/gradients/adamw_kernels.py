@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice
 from onepass.gradients.releasable_storage import storage_id
-from onepass.kernels import reach
+from onepass.kernels import layout
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned
@@ -186,7 +186,7 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
         if source == len(sources):
             sources.append(stretch.grad)
         # exp_avg, exp_avg_sq and rest share a distance
-        places = [reach.distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
+        places = [layout.distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
         for start in range(0, stretch.weight.numel(), _CHUNK):
             size = min(_CHUNK, stretch.weight.numel() - start)
             chunks.append([*(place + start for place in places), size, stretch.row])
@@ -197,7 +197,7 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
 
 
 def _distances(sources: list[Tensor]) -> list[int]:
-    return [reach.distance(each, sources[0]) for each in sources]
+    return [layout.distance(each, sources[0]) for each in sources]
 
 
 def _follow(batch: AdamWBatch) -> None:

@@ -39,9 +39,9 @@ from onepass.gradients.fp8_updates import (
     whole_of,
 )
 from onepass.gradients.main_grad import is_capturing
+from onepass.kernels.cublaslt import scaled_product
 from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
 from onepass.kernels.fp8_turn import turn_codes
-from onepass.kernels.scaled_product import scaled_product
 from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8

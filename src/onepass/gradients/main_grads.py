@@ -43,7 +43,7 @@ from onepass.gradients.packed_params import are_packed, concat_no_grad, packed_g
 from onepass.gradients.parameter_hooks import ParameterHooks
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written, storage_id
 from onepass.runtime.cuda_graph import current_step
-from onepass.runtime.validation import validating
+from onepass.runtime.process_setting import validating
 
 _RELEASED_BYTES = 256 << 20  # of a releasable buffer: small enough to come one by one, as a step's norm is a launch for each
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gradients.releasable_storage import ensure_written
-from onepass.runtime.validation import validating
+from onepass.runtime.process_setting import validating
 
 Grads = dict[str, Tensor]
 

@@ -27,9 +27,8 @@ from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.choice import CUDNN, FLASH
 from onepass.ops.attention.document_kernels import checked_boundaries
 from onepass.ops.attention.formula import AttentionOptions, Parts, is_plain
-from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import find_op, register_backend
-from onepass.runtime.dispatch import cast, under_functorch
+from onepass.runtime.dispatch import cast, product_type, under_functorch
 from onepass.runtime.op import Call, Reason
 
 VARLEN = "varlen_attn"

@@ -23,7 +23,7 @@ from torch import Tensor
 from onepass.integrations.seams import SeamError, Seams
 from onepass.integrations.tested import TESTED
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
-from onepass.runtime.autocast import under_autocast
+from onepass.runtime.dispatch import under_autocast
 
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _ARGUMENTS = ("weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale")

@@ -14,7 +14,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from onepass.runtime.persistent_alloc import persistent_alloc, persistent_stream
+from onepass.kernels.scratch import persistent_alloc, persistent_stream
 
 MOST = 1024  # tables kept, of a few KiB each
 # each table with the streams that have waited for it

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_turned, tile_codes
+from onepass.kernels.fp8_tile import (
+    QUAD,
+    SLOTS,
+    TILE_H,
+    TILE_M,
+    is_rare,
+    largest_of,
+    note_tiles,
+    packed_codes,
+    store_turned,
+    tile_codes,
+)
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
@@ -26,7 +37,6 @@ from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
 _HELD = 8192  # the longest row that a program holds in registers
-TILE_M, TILE_H = 64, 64  # of passes that write turned codes
 _AMAX_N, _AMAX_K = 64, 128  # of the pass that finds columns' largest magnitudes
 
 

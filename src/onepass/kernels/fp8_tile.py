@@ -23,6 +23,7 @@ from onepass.kernels.language import PTX, device_function, tl
 
 SLOTS = 64  # of the largest magnitudes and of counts: programs don't queue for one address
 QUAD = 4  # rows whose codes are one number
+TILE_M, TILE_H = 64, 64  # of passes that write turned codes
 
 
 # ---- what is noted ----

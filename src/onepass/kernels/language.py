@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import install_hint
 
 # the versions the kernels are written for; `onepass doctor` says when yours is another
 SUPPORTED = ("3.5.", "3.6.", "3.7.", "3.8.", "3.9.")

@@ -1,4 +1,4 @@
-"""Strides of a tensor of any shape as rows."""
+"""Strides of a tensor of any shape as rows, and how far one tensor lies from another."""
 
 from __future__ import annotations
 
@@ -53,3 +53,11 @@ def _levels(x: Tensor) -> list[tuple[int, int]]:
             size *= levels.pop()[0]
         levels.append((size, stride))
     return levels
+
+
+def distance(tensor: Tensor, base: Tensor) -> int:
+    """Return the number of values from base's first to tensor's: a kernel that is given the first of many reaches the others so.
+
+    The interpreter notes which memory a kernel may reach.
+    """
+    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()

@@ -30,8 +30,8 @@ from onepass.gradients.main_grad import (
     put_gradient,
 )
 from onepass.gradients.releasable_storage import is_first_write, mark_written
+from onepass.kernels.cublaslt import scaled_product
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
-from onepass.kernels.scaled_product import scaled_product
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import registered

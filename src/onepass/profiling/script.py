@@ -24,8 +24,7 @@ from rich.console import Console
 
 from onepass.profiling.model import Profile, show
 from onepass.profiling.recorders import CallRecorder, RecordingDone, StepRecorder, WholeRecorder, say
-from onepass.runtime.errors import CommandError, check_output
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import CommandError, check_output, install_hint
 
 _DECORATOR = "__onepass_profiled__"
 _SECONDS = 20.0  # of a script on one rank

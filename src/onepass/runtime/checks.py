@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from onepass.runtime.autocast import under_autocast
-from onepass.runtime.dispatch import PLAIN, TORCH
+from onepass.runtime.dispatch import PLAIN, TORCH, under_autocast
 
 _LEAST = torch.finfo(torch.float32).tiny
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

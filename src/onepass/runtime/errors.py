@@ -1,4 +1,4 @@
-"""What commands can't do: said in one line, and before anything is measured, trained or written."""
+"""What commands can't do, said in one line before anything is measured, trained or written; and which extra a package is in."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ())
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"--{option} can't be written: {error}") from None
+
+
+def install_hint(extra: str) -> str:
+    """What to do where a package of an extra is missing. From a clone: one of this name may be published by somebody else."""
+    return f"pip install '.[{extra}]' in a clone of onepass"

@@ -43,7 +43,7 @@ import onepass.ops
 from onepass.bench.options import short
 from onepass.kernels import launch
 from onepass.kernels.language import INTERPRETED, triton
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import install_hint
 from onepass.runtime.samples import CoveringCall
 
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200

@@ -44,7 +44,7 @@ import torch
 
 from onepass.kernels import grid_sync
 from onepass.kernels.language import INTERPRETED, tl, triton
-from onepass.runtime.install_hint import install_hint
+from onepass.runtime.errors import install_hint
 
 if triton is None:
     raise ImportError(f"onepass.testing.interpreter needs triton: {install_hint('triton,test')}")

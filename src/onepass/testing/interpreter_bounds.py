@@ -3,7 +3,7 @@
 The interpreter uses addresses as they are. A value too far is read in silence, as on a GPU, and a value written too far breaks
 whatever this process keeps there: later, elsewhere, another way each time.
 
-A kernel may access the whole storage of each tensor among its arguments, and of tensors whose distance (`kernels/reach.py`)
+A kernel may access the whole storage of each tensor among its arguments, and of tensors whose distance (`kernels/layout.py`)
 from another was asked for. Only `onepass.testing.interpreter` uses this module.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from onepass.kernels import reach
+from onepass.kernels import layout
 
 _Ends = tuple[Any, Any]  # where pieces of memory begin, sorted, and how far those up to each reach
 
@@ -94,7 +94,7 @@ reached = Reach()
 
 
 def noting(distance: Callable[[Tensor, Tensor], int]) -> Callable[[Tensor, Tensor], int]:
-    """Wrap `reach.distance`: note the memory of tensors that a kernel reaches."""
+    """Wrap `layout.distance`: note the memory of tensors that a kernel reaches."""
 
     def note(tensor: Tensor, base: Tensor) -> int:
         reached.note(tensor)
@@ -122,7 +122,7 @@ def _checking(what: str, stock: Callable[..., Any], pointers_at: int, mask_at: i
 
 
 def install(builder: Any) -> None:
-    vars(reach)["distance"] = noting(reach.distance)
+    vars(layout)["distance"] = noting(layout.distance)
     builder.create_masked_load = _checking("reads", builder.create_masked_load, 0, 1)
     builder.create_masked_store = _checking("writes", builder.create_masked_store, 0, 2)
     builder.create_atomic_cas = _checking("updates", builder.create_atomic_cas, 0, None)

@@ -32,7 +32,7 @@ from onepass.runtime import dispatch
 _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
 _FOLLOW = "the mutant has to follow the code"
-_REPLACED = {"onepass.kernels.grid_sync": "yield_to_programs", "onepass.kernels.reach": "distance"}  # by the interpreter
+_REPLACED = {"onepass.kernels.grid_sync": "yield_to_programs", "onepass.kernels.layout": "distance"}  # by the interpreter
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 

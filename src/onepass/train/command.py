@@ -18,13 +18,12 @@ from rich.text import Text
 from onepass.gpt import PRESETS, Config
 from onepass.gpt.settings import Flag, nearest, read_yaml
 from onepass.profiling.units import counted
-from onepass.runtime.errors import CommandError
+from onepass.runtime.errors import CommandError, install_hint
 from onepass.runtime.fp8 import unfit_gpu
-from onepass.runtime.install_hint import install_hint
 from onepass.train import checkpoint, stages, text
+from onepass.train.files import check_links
 from onepass.train.foreign_flags import in_place_of
 from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
-from onepass.train.links import check_links
 from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import TRAINING, Options
 from onepass.train.precision import describe_precision

@@ -1,9 +1,11 @@
-"""Writing of a run's files: a full disk or a killed process leaves what was there."""
+"""Writing of a run's files, all in its folder: a full disk or a killed process leaves what was there."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from onepass.runtime.errors import CommandError
 
 
 def write_atomically(path: Path, data: bytes | memoryview | str, sync: bool = True) -> None:
@@ -39,3 +41,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def check_links(folder: Path) -> None:
+    """Raise CommandError if a link in a run's folder leads out of it. The folder itself may be a link."""
+    inside = os.path.realpath(folder)
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in sorted((*folders, *files))):
+            target = os.path.realpath(path)
+            if path.is_symlink() and os.path.commonpath((inside, target)) != inside:
+                raise CommandError(f"{path} must be in the run's folder, but is a link to {target}: put what it names there")

@@ -24,10 +24,9 @@ from onepass.train import checkpoint, stages, text
 from onepass.train.batches import Batches
 from onepass.train.files import write_atomically
 from onepass.train.layout import ParallelLayout
-from onepass.train.live import Live
+from onepass.train.live import Live, MatrixPeak
 from onepass.train.options import Options
 from onepass.train.packing import Documents, PackedBatches
-from onepass.train.peak import MatrixPeak
 from onepass.train.precision import Counts, Saturation, has_delayed_scales
 from onepass.train.record import Line, Record, read_log
 from onepass.train.samples import TextSample, write

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -22,7 +22,6 @@ from onepass.gradients.fp8_weight import fp8_weight
 from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, reduce_sequence_parallel_grads
 from onepass.train.layout import ParallelLayout
-from onepass.train.masters import drawn, narrow_type
 from onepass.train.options import Options
 
 Groups = list[dict[str, Any]]
@@ -244,3 +243,43 @@ class _Deferring(AbstractContextManager[None]):
 
     def __exit__(self, *raised: object) -> None:
         self.update._last(True)
+
+
+# ---- where fp32 master weights start ----
+# A master that starts as its bf16 weight is in the middle of the interval that rounds to it. The weight would not change until
+# steps add up to half a unit in its last place. With a slow learning-rate warmup the first steps would have no effect.
+
+
+def narrow_type(model: nn.Module) -> torch.dtype:
+    """Return the narrowest dtype of the parameters: that of matrices, as norms may have a wider one."""
+    types = {parameter.dtype for parameter in model.parameters()}
+    return min(types, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+@torch.no_grad()
+def drawn(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, fp32 initial values) of each parameter that its module's `reset_parameters` initialises, module by module.
+
+    Elements of a parameter that are not these values rounded to `dtype`, such as loaded ones, are yielded as they are.
+    """
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in seen}
+        seen |= set(map(id, own.values()))
+        if not own or not hasattr(module, "reset_parameters"):
+            continue
+        for name, values in _started_in_fp32(module, own).items():
+            parameter = own[name]
+            kept = torch.where(values.to(dtype) == parameter, values, parameter.float())
+            yield f"{path}.{name}" if path else name, kept
+
+
+def _started_in_fp32(module: Any, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    stock = module._parameters
+    made = {name: nn.Parameter(torch.empty_like(p, dtype=torch.float32), requires_grad=False) for name, p in own.items()}
+    module._parameters = {**stock, **made}
+    try:
+        module.reset_parameters()
+    finally:
+        module._parameters = stock
+    return {name: parameter.detach() for name, parameter in made.items()}

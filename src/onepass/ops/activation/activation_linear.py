@@ -35,10 +35,9 @@ from onepass.ops.activation.sharding import shard_activation_linear
 from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
 from onepass.product.product import Product, describe_products
 from onepass.runtime import saved
-from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear
-from onepass.runtime.dispatch import under_functorch
+from onepass.runtime.dispatch import product_type, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards

@@ -27,8 +27,7 @@ from torch import Tensor
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grad
 from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output, describe_output_formula, output_target
-from onepass.kernels.philox import STEPS, Seed, dropout_formula, row_numbers, threshold_of
-from onepass.kernels.seeds import draw_seed
+from onepass.kernels.philox import STEPS, Seed, draw_seed, dropout_formula, row_numbers, threshold_of
 from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import Activation, find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula

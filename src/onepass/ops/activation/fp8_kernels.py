@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onepass.kernels.column_sum import column_sum
+from onepass.kernels.column_reduce import column_sum
 from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
 from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_turned, tile_codes
 from onepass.kernels.language import device_function, tl

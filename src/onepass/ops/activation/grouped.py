@@ -21,8 +21,8 @@ from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.product.grouped import multiply_grouped_rows, run_grouped_linear, unfit_for_grouped_fp8
 from onepass.runtime import saved
-from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose
+from onepass.runtime.dispatch import product_type
 from onepass.runtime.fp8_recipe import Precision
 
 

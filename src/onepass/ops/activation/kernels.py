@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.vectors import KernelTargets, VectorGrads
-from onepass.kernels.column_reduce import ColumnTiles, arrive, sum_strips
-from onepass.kernels.column_sum import column_sum
+from onepass.kernels.column_reduce import ColumnTiles, arrive, column_sum, sum_strips
 from onepass.kernels.language import device_function, tl, triton_unsupported
 from onepass.kernels.launch import Bound, Grid, grid_of, kernel
 from onepass.kernels.layout import as_rows
@@ -26,9 +25,9 @@ from onepass.ops.activation.formula import ActivationOptions
 from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.op import Registered
+from onepass.runtime.process_setting import validating
 from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
-from onepass.runtime.validation import validating
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # dx, dbias, dweight, y, dlinear
 

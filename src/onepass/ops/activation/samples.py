@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.fp8_tile import new_notes
-from onepass.kernels.philox import row_numbers, threshold_of
-from onepass.kernels.seeds import draw_seed
+from onepass.kernels.philox import draw_seed, row_numbers, threshold_of
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.activation.activations import ACTIVATIONS

@@ -59,9 +59,8 @@ from onepass.ops.attention.rope_kernels import rotate
 from onepass.ops.attention.rope_norm import weight_grads
 from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 from onepass.ops.attention.sharding import shard_attention
-from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, product_type, under_functorch
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.sizes import shared_memory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onepass.runtime.checks import check_device
 from onepass.runtime.dispatch import has_address, under_functorch
-from onepass.runtime.validation import validating
+from onepass.runtime.process_setting import validating
 
 
 def are_readable(cu_seqlens: Tensor) -> bool:

@@ -14,7 +14,7 @@ Ranks    of a tensor-parallel group drop the same elements, by the seed of the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -27,17 +27,26 @@ from onepass.distributed.collectives import group_of_several, start_all_gather
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grad
 from onepass.kernels.language import triton_unsupported
-from onepass.kernels.philox import STEPS, Seed, dropout_formula, threshold_of
-from onepass.kernels.seeds import as_tensor, draw_seed
+from onepass.kernels.philox import STEPS, Seed, as_tensor, draw_seed, dropout_formula, threshold_of
 from onepass.ops.dropout import kernels
 from onepass.ops.dropout.formula import DropoutOptions, backward_formula, global_rows
-from onepass.ops.dropout.sharding import shard_dropout_add
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_same_shape, check_vector
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
+from onepass.runtime.sharding import (
+    WHOLE,
+    Layout,
+    Split,
+    first_split,
+    has_dtensor,
+    leading_split,
+    refuse,
+    run_on_shards,
+    split_output,
+    sum_over,
+)
 from onepass.runtime.sizes import processors
 
 
@@ -191,6 +200,23 @@ def _check(x: Tensor, residual: Tensor, bias: Tensor | None, p: float, sequence_
     if sequence_parallel and x.dim() < 2:
         raise ValueError(f"x must have at least two dimensions under sequence_parallel, but has shape {tuple(x.shape)}")
     return threshold_of("p", p)
+
+
+def shard_dropout_add(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided. The first rank's random state decides for all: those with the same rows drop the same elements.
+
+    Where the first dimension is divided, the elements dropped are those of one rank with all rows. Where another is, rows are
+    numbered rank by rank, so that no two rows of the whole drop alike.
+    """
+    refuse(given, "tp_group")
+    x = given["x"]
+    rows = first_split(leading_split(at["x"], x), leading_split(at["residual"], x))
+    inputs: dict[str, Split] = {"x": rows, "residual": rows, "bias": WHOLE}
+    random = bool(given["training"] and given["p"])
+    return Layout(
+        inputs, {"bias": sum_over(rows)}, split_output(rows, x),
+        group="tp_group" if random else "", options={"sequence_parallel": rows != WHOLE} if random else {},
+    )  # fmt: skip
 
 
 def dropout_add(

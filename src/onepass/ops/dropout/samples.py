@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.philox import row_numbers, threshold_of
-from onepass.kernels.seeds import draw_seed
+from onepass.kernels.philox import draw_seed, row_numbers, threshold_of
 from onepass.ops.dropout import kernels
 from onepass.ops.dropout.dropout_add import dropout_add, dropout_add_reference
 from onepass.ops.dropout.formula import DropoutOptions

@@ -11,6 +11,7 @@ Kernels  ops/embedding/forward.py, ops/embedding/backward.py: one each way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,12 @@ from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_o
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.embedding.forward import EmbeddingOptions, look_up, look_up_tiles, orders_in_kernel
 from onepass.ops.embedding.gradient import rows_gradient
-from onepass.ops.embedding.sharding import shard_embedding
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, value_range
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.op import Registered, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
-from onepass.runtime.validation import validating
+from onepass.runtime.process_setting import validating
+from onepass.runtime.sharding import PARTIAL, WHOLE, Layout, Split, has_dtensor, run_on_shards, split_output, sum_over
 
 
 def embedding_reference(
@@ -193,6 +193,24 @@ def _ids_are_sound(ids: Tensor, vocab_size: int) -> bool:
                 f"ids must be from 0 to {vocab_size - 1}, the rows of the vocabulary, but are from {least} to {most}"
             )
     return True
+
+
+def shard_embedding(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Ids are divided where the table is whole. Its rows, a part of the vocabulary, make y a sum; its columns divide y's."""
+    ids, weight = given["ids"], given["weight"]
+    if at["weight"] == 0:
+        if given["vocab_size"] is not None:
+            raise ValueError(f"vocab_size must be None for a weight that is a DTensor, but is {given['vocab_size']}")
+        return Layout({"ids": WHOLE, "weight": 0}, outputs=PARTIAL, options={"vocab_size": weight.shape[0]}, adapt=_first_row)
+    if at["weight"] == 1:
+        return Layout({"ids": WHOLE, "weight": 1}, outputs=(ids.dim(), weight.shape[1]))
+    return Layout({"ids": at["ids"], "weight": WHOLE}, {"weight": sum_over(at["ids"])}, split_output(at["ids"], ids))
+
+
+def _first_row(parts: dict[str, Any], rank: int, ranks: int) -> None:
+    """The id of this rank's first row, as DTensors divide: the last ranks have less, or nothing."""
+    rows = parts["vocab_size"]
+    parts["vocab_start"] = min(rows, rank * -(-rows // ranks))
 
 
 def embedding(

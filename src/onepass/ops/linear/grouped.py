@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from onepass.product.grouped import multiply_grouped_rows, unfit_for_grouped_fp8
-from onepass.runtime.autocast import product_type
+from onepass.runtime.dispatch import product_type
 from onepass.runtime.fp8_recipe import Precision
 
 

@@ -10,6 +10,9 @@ Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on, o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,15 +22,25 @@ from onepass.distributed.tensor_parallel import check_divisible, tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.fp8_weight import describe_formula, describe_fp8
 from onepass.gradients.main_grad import accumulates_elsewhere
-from onepass.ops.linear.sharding import shard_linear
 from onepass.product.function import is_plain, multiply_rows, product_for
-from onepass.runtime.autocast import product_type, under_autocast
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear
-from onepass.runtime.dispatch import cast
+from onepass.runtime.dispatch import cast, product_type, under_autocast
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
+from onepass.runtime.sharding import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Split,
+    add_bias_once,
+    has_dtensor,
+    leading_split,
+    refuse,
+    run_on_shards,
+    split_output,
+    sum_over,
+)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,6 +87,20 @@ def _check_layout(
         raise ValueError(f"x must have a first dimension for sequence_parallel to divide, but has shape {tuple(x.shape)}")
     if sequence_parallel and reduce_output:
         check_divisible(x, tp_group)
+
+
+def shard_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided where the weight is whole. Its rows divide y's columns, its columns make y a sum."""
+    refuse(given, "tp_group", "deferred", "precision")
+    x, weight = given["x"], given["weight"]
+    last = x.dim() - 1
+    if at["weight"] == 0:
+        return Layout({"x": WHOLE, "weight": 0, "bias": 0}, {"x": PARTIAL}, (last, weight.shape[0]))
+    if at["weight"] == 1:
+        return Layout({"x": last, "weight": 1, "bias": WHOLE}, {"bias": PARTIAL}, PARTIAL, adapt=add_bias_once)
+    rows = leading_split(at["x"], x)
+    inputs: dict[str, Split] = {"x": rows, "weight": WHOLE, "bias": WHOLE}
+    return Layout(inputs, {"weight": sum_over(rows), "bias": sum_over(rows)}, split_output(rows, x))
 
 
 def linear(

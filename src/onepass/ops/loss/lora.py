@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.runtime.autocast import under_autocast
 from onepass.runtime.checks import check_device, check_floating, check_number
-from onepass.runtime.dispatch import cast
+from onepass.runtime.dispatch import cast, under_autocast
 
 
 class LoRA(NamedTuple):

@@ -22,7 +22,7 @@ from onepass.ops.loss.formula import (
 from onepass.ops.loss.targets import check_probabilities
 from onepass.runtime.checks import check_number, value_range
 from onepass.runtime.dispatch import under_functorch
-from onepass.runtime.validation import validating
+from onepass.runtime.process_setting import validating
 
 _INT32, _INT64 = 1 << 31, 1 << 63
 _REDUCED_AT_ONCE = 4096  # rows, whose losses one program reduces

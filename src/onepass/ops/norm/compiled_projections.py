@@ -24,9 +24,8 @@ from onepass.product.fp8 import PRODUCT
 from onepass.product.in_graph import CompiledFP8Product
 from onepass.product.prologue import Prologue
 from onepass.product.rows import Rows
-from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import choose
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, registered, under_functorch
+from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, product_type, registered, under_functorch
 from onepass.runtime.fp8 import check_fp8, fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 

@@ -13,9 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8_cast import TILE_H, TILE_M
 from onepass.kernels.fp8_output import describe_output
-from onepass.kernels.fp8_tile import QUAD, SLOTS
+from onepass.kernels.fp8_tile import QUAD, SLOTS, TILE_H, TILE_M
 from onepass.kernels.launch import Bound, grid_of
 from onepass.kernels.layout import Groups, as_groups, as_rows
 from onepass.kernels.rows import known_align

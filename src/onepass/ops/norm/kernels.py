@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_weight import describe_fp8
 from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.kernels.language import triton_unsupported
 from onepass.kernels.layout import groups_of
@@ -16,9 +15,8 @@ from onepass.ops.norm.backward import ALWAYS_HELD, norm_backward, reads_twice, r
 from onepass.ops.norm.few_rows import are_few, few_rows_tiles
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.forward import SHORT, forward_tiles, norm_forward
-from onepass.product.product import describe_products
 from onepass.runtime.dispatch import under_functorch
-from onepass.runtime.op import Call, Registered
+from onepass.runtime.op import Registered
 from onepass.runtime.sizes import ceil_div
 
 WIDEST = 262144
@@ -132,12 +130,3 @@ def norm_variant(
     if not memory_efficient:
         return f"{said}; keeps {kept} and its rows' statistics"
     return f"{said}; keeps {kept} only" + (", which backward reads once more for its statistics" if reads_twice(back) else "")
-
-
-def norm_linear_variant(call: Call) -> str:
-    """Which kernels a call of norm_linear runs, and their tiles."""
-    layer = call.norm == "layer_norm"
-    said = norm_variant(call.x, call.residual, call.norm_weight, call.norm_bias, layer, False, rebuilds=True)
-    rebuilt = "norm(x)" if call.residual is None else "norm(h)"
-    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
-    return f"{said}; {products}; {rebuilt} is rebuilt in backward"

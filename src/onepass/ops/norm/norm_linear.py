@@ -25,20 +25,19 @@ from torch import Tensor
 
 from onepass.distributed.tensor_parallel import tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_weight import describe_formula
+from onepass.gradients.fp8_weight import describe_formula, describe_fp8
 from onepass.gradients.vectors import contiguous_param, with_fp32_grads
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import DEFAULT_EPS, NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.norm_rows import norm_rows
 from onepass.ops.norm.sharding import shard_norm_linear
 from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
-from onepass.product.product import Product
-from onepass.runtime.autocast import product_type
+from onepass.product.product import Product, describe_products
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
-from onepass.runtime.dispatch import under_functorch
+from onepass.runtime.dispatch import product_type, under_functorch
 from onepass.runtime.fp8_recipe import Precision
-from onepass.runtime.op import define_op
+from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 NORMS = tuple(DEFAULT_EPS)
@@ -97,6 +96,15 @@ def _traced(
 
 
 # ---- the public face: say what is wrong, choose who does it, return ----
+
+
+def _variant(call: Call) -> str:
+    """Which kernels a call runs, and their tiles."""
+    layer = call.norm == "layer_norm"
+    said = kernels.norm_variant(call.x, call.residual, call.norm_weight, call.norm_bias, layer, False, rebuilds=True)
+    rebuilt = "norm(x)" if call.residual is None else "norm(h)"
+    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
+    return f"{said}; {products}; {rebuilt} is rebuilt in backward"
 
 
 def _check(
@@ -205,7 +213,7 @@ define_op(
         call.norm, call.eps, call.zero_centered_gamma,
     ),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
-    variant=kernels.norm_linear_variant,
+    variant=_variant,
     sharding=shard_norm_linear,
     formula=describe_formula,
 )  # fmt: skip

@@ -13,6 +13,7 @@ Kernels  ops/softmax/kernels.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,12 @@ from torch import Tensor
 
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.softmax.kernels import WIDEST, SoftmaxOptions, mask_layout, softmax_backward, softmax_forward, softmax_tiles
-from onepass.ops.softmax.sharding import shard_softmax
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Registered, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
+from onepass.runtime.sharding import WHOLE, Layout, Split, has_dtensor, leading_split, run_on_shards, split_output
 
 
 def softmax_reference(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False) -> Tensor:
@@ -176,6 +176,17 @@ def _check_mask(mask: Tensor, x: Tensor) -> None:
     if not fits:
         raise ValueError(f"mask must be broadcastable to x's shape {tuple(x.shape)}, but has shape {tuple(mask.shape)}")
     check_device("mask", mask, x)
+
+
+def shard_softmax(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided, and a mask with them where it has them. A causal call knows its rows by their place in a whole matrix."""
+    x, mask = given["x"], given["mask"]
+    rows = leading_split(at["x"], x, last=2 if given["causal"] else 1)
+    masked: Split = WHOLE
+    if rows != WHOLE and mask is not None:
+        dim = int(rows) - (x.dim() - mask.dim())
+        masked = dim if dim >= 0 and mask.shape[dim] > 1 else WHOLE
+    return Layout({"x": rows, "mask": masked}, outputs=split_output(rows, x))
 
 
 def softmax(

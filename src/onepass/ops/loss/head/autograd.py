@@ -6,6 +6,7 @@ linear_cross_entropy has a Function of its own, which also knows statistics, pro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from onepass.gradients.main_grad import (
     main_grads_of,
     vector_gradients,
 )
+from onepass.kernels.language import tl
+from onepass.kernels.launch import Bound, kernel
+from onepass.kernels.rows import aligned, known_align
 from onepass.ops.loss.head.operands import HeadTensors, wide_type
 from onepass.ops.loss.head.steps import HeadOps
 from onepass.ops.loss.head.sums import Gradients, Needs
 from onepass.ops.loss.reduction import reduce_rows, row_gradient
-from onepass.ops.loss.scale import scale_into
 from onepass.runtime.dispatch import cast, fast_apply, needs_dispatcher, not_twice_differentiable
+from onepass.runtime.sizes import ceil_div
 
 
 def head_function(ops: HeadOps) -> Callable[..., Tensor]:
@@ -119,3 +123,31 @@ def scaled(made: Tensor, factor: Tensor, dtype: torch.dtype, use_triton: bool, o
     if use_triton and not needs_dispatcher(made, factor):  # a mode sees PyTorch's product, as in a graph
         return scale_into(made, factor, into)
     return torch.mul(made, factor, out=into)
+
+
+# ---- a product by one number in memory ----
+
+_BLOCK = 2048  # 16 values a thread
+
+
+@kernel
+def _scaled_kernel(values_ptr, factor_ptr, out_ptr, M, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < aligned(M, ALIGN)
+    values = tl.load(values_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, values * tl.load(factor_ptr).to(tl.float32), mask=inside)
+
+
+@lru_cache
+def _bound(align: int) -> Bound:
+    bound: Bound = _scaled_kernel.bind(align, _BLOCK)
+    return bound
+
+
+def scale_into(values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """Write values * factor, computed in fp32 and rounded once, to out, which may be values. Both have the same strides and no
+    gaps. For a head of 128256 x 2048 PyTorch's product takes 1.3 ms of an H200; its bytes need 0.4 ms."""
+    size = values.numel()
+    if size:
+        _bound(known_align(size))((ceil_div(size, _BLOCK), 1, 1), values, factor, out, size)
+    return out

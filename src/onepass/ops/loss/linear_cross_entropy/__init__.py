@@ -43,10 +43,9 @@ from onepass.ops.loss.sharding import shard_linear_cross_entropy
 from onepass.ops.loss.statistics import check_statistics, make_stats
 from onepass.ops.loss.targets import Targets, check_class_weight, has_masses, row_weights, split_labels
 from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
-from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
-from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, under_functorch
+from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, product_type, under_functorch
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 

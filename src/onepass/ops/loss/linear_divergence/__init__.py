@@ -32,10 +32,9 @@ from onepass.ops.loss.linear_divergence.row_loss import apply, plan_call
 from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
 from onepass.ops.loss.sharding import shard_linear_divergence
-from onepass.runtime.autocast import product_type
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_linear, check_number
-from onepass.runtime.dispatch import cast, needs_grad, under_functorch
+from onepass.runtime.dispatch import cast, needs_grad, product_type, under_functorch
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 

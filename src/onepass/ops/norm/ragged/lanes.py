@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels import reach
+from onepass.kernels import layout
 from onepass.kernels.device_tables import device_table, is_capturing, stream_key
 from onepass.kernels.launch import Bound, Grid
 from onepass.kernels.layout import as_rows
@@ -190,4 +190,4 @@ def _offsets(group: Lanes, count: int) -> list[int]:
     size, first = group[0].element_size(), group[0].data_ptr()
     if any((each.data_ptr() - first) % size for each in group):
         raise ValueError(f"a tensor's address is no multiple of its values' {size} bytes from another's")
-    return [reach.distance(each, group[0]) for each in group]
+    return [layout.distance(each, group[0]) for each in group]
