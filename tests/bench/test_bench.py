@@ -17,7 +17,7 @@ import torch
 from bench.benching import bench, made, only
 from torch import Tensor
 
-from onepass.bench import accuracy, bias_activation, command, gpu, options, record, registry, runner
+from onepass.bench import accuracy, bias_activation, command, options, record, registry, runner
 from onepass.bench.define import as_written
 from onepass.bench.model import BenchCase, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
@@ -289,7 +289,7 @@ def _replayed(monkeypatch: pytest.MonkeyPatch, *times: float | Exception) -> Mea
             raise time
         return time
 
-    monkeypatch.setattr(gpu, "replay_us", replay)
+    monkeypatch.setattr(runner, "replay_us", replay)
     row = Measured("onepass")
     case = bias_activation.BENCH.case("gelu", (4, 8), torch.bfloat16)
     inputs = bias_activation.BENCH.inputs(case, torch.device("cpu"), torch.Generator())

@@ -155,7 +155,7 @@ def test_wherever_it_lies(case, layout):
 
 
 @pytest.mark.parametrize("how", ("torch", "free"))
-@pytest.mark.parametrize("R", (0, 64), ids=("as it is", "turned"))
+@pytest.mark.parametrize("R", (0, 64), ids=("as it is", "rotated"))
 @pytest.mark.parametrize("layout", ("rows apart", "unaligned"))
 def test_pytorch_reads_no_address_that_it_cannot(layout, R, how):
     """Its kernels read 16 bytes at a time and don't look: a misaligned address ends the process's use of the GPU."""

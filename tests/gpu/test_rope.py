@@ -13,7 +13,7 @@ from onepass.testing.budget import judge
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HEADS = (  # of q, of k, their width, and how much is turned
+HEADS = (  # of q, of k, their width, and how much is rotated
     (32, 8, 128, 128), (12, 12, 64, 64), (71, 1, 64, 64), (40, 40, 128, 128), (16, 16, 80, 32), (32, 32, 80, 80), (24, 8, 96, 96),
     (8, 4, 256, 256), (64, 8, 256, 64), (3, 1, 10, 6), (1, 1, 2, 2), (2, 1, 4096, 4096),
 )  # fmt: skip
@@ -92,9 +92,9 @@ def test_attention_takes_what_comes_out():
     (q, k, cos, sin), _ = inputs((2, 256))
     v, dy = torch.randn_like(k), torch.randn(2, 32, 256, 128, device="cuda", dtype=BF16)
 
-    def attention(turn):
+    def attention(rotate_heads):
         leaves = [x.detach().requires_grad_() for x in (q, k)]
-        heads = [y.transpose(1, 2) for y in turn(*leaves)]
+        heads = [y.transpose(1, 2) for y in rotate_heads(*leaves)]
         y = F.scaled_dot_product_attention(*heads, v.transpose(1, 2), is_causal=True, enable_gqa=True)
         return torch.autograd.grad(y, leaves, dy)
 

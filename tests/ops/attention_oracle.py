@@ -190,7 +190,7 @@ def baseline(case: Case, qkv, cos, sin, dy):
     def rounded(x):
         return x.to(qkv.dtype).float()
 
-    def turned(x, sign):
+    def rotated(x, sign):
         return x if cos is None else rounded(rope_formula(x, cos.float(), sign * sin.float(), case.interleaved))
 
     def into(x, weight):
@@ -217,7 +217,7 @@ def baseline(case: Case, qkv, cos, sin, dy):
         of_norm = (q, q_leaf, weights[0]), (k, k_leaf, weights[1])
         q, k, v = heads_first(rounded(q.detach())), heads_first(rounded(k.detach())), heads_first(v)
     else:
-        q, k, v = heads_first(turned(q, 1)), heads_first(turned(k, 1)), heads_first(v)
+        q, k, v = heads_first(rotated(q, 1)), heads_first(rotated(k, 1)), heads_first(v)
     scale = case.D**-0.5 if case.scale is None else case.scale
     boundaries = [*case.boundaries.tolist()] if case.lengths else [0, case.S]
     hidden = ~visible(case.S, boundaries, case.causal, case.window).to(qkv.device)
@@ -243,7 +243,7 @@ def baseline(case: Case, qkv, cos, sin, dy):
         pairs = [torch.autograd.grad(y, (x, w), dx) for (y, x, w), dx in zip(of_norm, (dq, dk), strict=True)]
         dqkv, dweights = torch.cat([*(dx for dx, _ in pairs), dv], 2).flatten(2), [dw for _, dw in pairs]
     else:
-        dqkv = torch.cat([turned(dq, -1), turned(dk, -1), dv], 2).flatten(2)
+        dqkv = torch.cat([rotated(dq, -1), rotated(dk, -1), dv], 2).flatten(2)
     dsinks = None if sinks is None else -((sinks - highest).exp() / total * delta).sum((0, 2, 3))
     return as_parts(case, y.transpose(1, 2).flatten(2), dqkv, *([] if dsinks is None else [dsinks]), *dweights)
 

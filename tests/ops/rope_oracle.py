@@ -142,7 +142,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
         assert ours[y].dtype == ours[f"d{x}"].dtype == inputs[x].dtype
         assert ours[y].is_contiguous()
         if case.weight is None and case.R < case.D and not ours[y][..., case.R :].equal(inputs[x][..., case.R :]):
-            return BudgetReport([Finding(y, "what is not turned", float("nan"), 0.0, 0.0)])
+            return BudgetReport([Finding(y, "what is not rotated", float("nan"), 0.0, 0.0)])
     formula = called(real.rope_reference)
     narrow = min((inputs[x].dtype for x in "qk"), key=lambda dtype: dtype.itemsize)
     return compare([(ours, *(run(formula, inputs, dys, wide) for wide in (FP32, FP64)))], narrow)
@@ -156,7 +156,7 @@ def small_cases() -> list[Case]:
     plain = Case(small=True)
     variants = [
         {},
-        {"R": 10, "D": 21, "HQ": 5, "HK": 3, "scale": 1.5},  # odd sizes, partly turned
+        {"R": 10, "D": 21, "HQ": 5, "HK": 3, "scale": 1.5},  # odd sizes, partly rotated
         {"HQ": 1, "HK": 7, "D": 6, "R": 6, "lead": (3, 1, 5), "tables": "each"},
         {"dtype": BF16, "R": 8, "tables": "each", "dy_layout": "heads first"},
         {"dtype": FP16, "k_dtype": FP32, "table": FP16, "tables": "unlike"},

@@ -53,14 +53,14 @@ def op(cos=None, sin=None, **options):
 # ---- what it computes ----
 
 
-@pytest.mark.parametrize("turned", (False, True))
+@pytest.mark.parametrize("rotated", (False, True))
 @pytest.mark.parametrize("groups", (1, 2, 6))
-def test_the_reference_is_pytorchs_attention(groups, turned):
+def test_the_reference_is_pytorchs_attention(groups, rotated):
     qkv = torch.randn(2, 9, (6 + 2 * groups) * 8, dtype=torch.float64, requires_grad=True)
     angles = torch.randn(9, 3, dtype=torch.float64)
-    cos, sin = (angles.cos(), angles.sin()) if turned else (None, None)
+    cos, sin = (angles.cos(), angles.sin()) if rotated else (None, None)
     q, k, v = parts_of(qkv, 6, groups)
-    if turned:
+    if rotated:
         q, k = onepass.rope(q, k, cos, sin, backend="torch")
     expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True, scale=0.7)
     got = module.attention_reference(qkv, 6, groups, cos=cos, sin=sin, scale=0.7)
@@ -166,10 +166,10 @@ def test_nan_and_infinities_come_through(part, value):
 
 @backends
 @pytest.mark.parametrize(("B", "S"), ((0, 5), (2, 0)))
-@pytest.mark.parametrize("turned", (False, True))
-def test_nothing_to_do_launches_nothing(B, S, turned, backend, kernels_launched):
+@pytest.mark.parametrize("rotated", (False, True))
+def test_nothing_to_do_launches_nothing(B, S, rotated, backend, kernels_launched):
     qkv, cos, sin = tensors(B, S)
-    y, dqkv = gradients(op(*((cos, sin) if turned else ()), overwrite=True, backend=backend), [qkv])
+    y, dqkv = gradients(op(*((cos, sin) if rotated else ()), overwrite=True, backend=backend), [qkv])
     assert y.shape == (B, S, HEADS * D) and dqkv.shape == qkv.shape and not kernels_launched
 
 
@@ -184,8 +184,8 @@ def test_what_is_overwritten(overwrite, backend):
     before = made.detach().clone()
     onepass.attention(made, HEADS, GROUPS, cos=cos, sin=sin, overwrite=overwrite, backend=backend)
     q, k, v = parts_of(before, HEADS, GROUPS)
-    turned = torch.cat([*onepass.rope(q, k, cos, sin, backend=backend), v], 2).flatten(2)
-    assert torch.equal(made, turned if overwrite else before)
+    rotated = torch.cat([*onepass.rope(q, k, cos, sin, backend=backend), v], 2).flatten(2)
+    assert torch.equal(made, rotated if overwrite else before)
 
 
 @needs_triton
@@ -400,10 +400,10 @@ def test_registered_ops_with_tables_are_sound():
         x = qkv if documents is None else qkv[:1]
         given = cos, sin, documents, sinks, *norm
         torch.library.opcheck(module._forward_op.op, (x, *given, *options), test_utils=tests)
-        y, lse, turned = module._forward_op.op(x, *given, *options)
+        y, lse, rotated = module._forward_op.op(x, *given, *options)
         came = None if norm[0] is None else x
         for of in ((True, True, True, False), (False, True, False, True), (True, False, True, True)):
-            back = torch.randn_like(y), turned, y, lse.nan_to_num(posinf=torch.inf), *given, came, *options, *of
+            back = torch.randn_like(y), rotated, y, lse.nan_to_num(posinf=torch.inf), *given, came, *options, *of
             torch.library.opcheck(module._backward_op.op, back, test_utils=tests)
     call = cos, sin, *options
     for x in (qkv, qkv.mT.contiguous().mT):
@@ -452,13 +452,13 @@ def test_explain_names_the_kernels():
     qkv, cos, sin = (t.detach() for t in tensors())
     said = onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True)
     assert said.backend == "triton"
-    for words in ("tiles of queries x keys", "turned by rope's kernel in place", "keeps qkv, y"):
+    for words in ("tiles of queries x keys", "rotated by rope's kernel in place", "keeps qkv, y"):
         assert words in said.variant
     assert "into a copy" in onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin).variant
-    assert "turned" not in onepass.explain("attention", qkv, HEADS, GROUPS).variant
+    assert "rotated" not in onepass.explain("attention", qkv, HEADS, GROUPS).variant
     assert "nothing to do" in onepass.explain("attention", qkv[:0], HEADS, GROUPS).variant
     said = onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin, backend="torch")
-    assert "scaled_dot_product_attention, after q and k are turned" in said.variant
+    assert "scaled_dot_product_attention, after q and k are rotated" in said.variant
 
 
 @needs_triton

@@ -34,14 +34,14 @@ def both(function, tensors):
 
 
 @overwriting
-@pytest.mark.parametrize("turned", (False, True))
-def test_it_is_the_same_attention(turned, overwrite, kernels_launched):
+@pytest.mark.parametrize("rotated", (False, True))
+def test_it_is_the_same_attention(rotated, overwrite, kernels_launched):
     qkv, *tables = tensors()
-    tables = tables if turned else (None, None)
+    tables = tables if rotated else (None, None)
     y, dqkv = both(op(*tables, overwrite=overwrite, deterministic=False), [qkv])
     expected, wanted = both(reference(*tables), [qkv])
     assert relative(y, expected) < 1e-2 and relative(dqkv, wanted) < 1e-2
-    assert kernels_launched == ["_rope_kernel"] * (2 if turned else 0)
+    assert kernels_launched == ["_rope_kernel"] * (2 if rotated else 0)
     assert dqkv.is_contiguous()
 
 
@@ -143,9 +143,9 @@ def test_a_policy_of_checkpointing_sees_the_rotation():
     qkv, cos, sin = tensors()
     with Operators() as seen:
         both(op(cos, sin, deterministic=False), [qkv])
-    assert [name for name in seen.names if "turned" in name] == [
-        "onepass.attention_turned.default",
-        "onepass.attention_turned_back.default",
+    assert [name for name in seen.names if "rotated" in name] == [
+        "onepass.attention_rotated.default",
+        "onepass.attention_rotated_back.default",
     ]
 
 
@@ -161,5 +161,5 @@ def test_explain_says_so():
     qkv = torch.randn(1, 5, COLUMNS, device=DEVICE).to(BF16)
     cos = sin = torch.ones(5, 4, device=DEVICE)
     said = onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, deterministic=False).variant
-    assert said == "q and k turned by rope's kernel in place; torch.nn.functional.scaled_dot_product_attention"
+    assert said == "q and k rotated by rope's kernel in place; torch.nn.functional.scaled_dot_product_attention"
     assert "tiles" in onepass.explain("attention", qkv, HEADS, GROUPS, cos=cos, sin=sin).variant

@@ -30,7 +30,7 @@ def call(cos, sin, **options):
 @backends
 @pytest.mark.parametrize("case", [case for case in grouped_cases() if case.norm is None], ids=str)
 def test_it_is_attention_of_the_same_heads(case, backend):
-    """Bit by bit, whatever is normalised, turned or masked."""
+    """Bit by bit, whatever is normalised, rotated or masked."""
     given = draw(case)
     plain = Case(**{**vars(case), "by_group": False})
     y, dqkv, *_ = computed(module, case, *given, backend)
@@ -89,9 +89,9 @@ def test_registered_ops_are_sound():
         for tables, norm in (((cos, sin), (None, None)), ((cos, sin), weights), ((None, None), (None, None))):
             given = *tables, None, None, *norm
             torch.library.opcheck(module._forward_op.op, (x, *given, *options), test_utils=tests)
-            y, lse, turned = module._forward_op.op(x, *given, *options)
+            y, lse, rotated = module._forward_op.op(x, *given, *options)
             came, of_norm = (None, False) if norm[0] is None else (x, True)
-            back = torch.randn_like(y), turned, y, lse, *given, came, *options, True, False, of_norm, of_norm
+            back = torch.randn_like(y), rotated, y, lse, *given, came, *options, True, False, of_norm, of_norm
             torch.library.opcheck(module._backward_op.op, back, test_utils=tests)
         torch.library.opcheck(by_pytorch.rotate_op.op, (x, cos, sin, *options), test_utils=tests)
         torch.library.opcheck(by_pytorch.normed_op.op, (x, cos, sin, *weights, *options), test_utils=tests)

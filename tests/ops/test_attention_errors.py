@@ -81,7 +81,7 @@ def test_a_leaf_that_requires_grad_is_not_overwritten(backend):
 
 
 def test_what_is_written_is_neither_shared_nor_a_copy_of_a_leaf():
-    """Numbers that lie in one place are read in place and turned elsewhere; under autocast it is a copy that is written."""
+    """Numbers that lie in one place are read in place and rotated elsewhere; under autocast it is a copy that is written."""
     cos, sin = torch.ones(6, 4), torch.zeros(6, 4) + 0.5
     rows = torch.randn(200)
     shared = rows.as_strided((1, 6, 64), (0, 10, 1))  # each row begins within the one before

@@ -190,7 +190,7 @@ def _cudnn_flex(case: BenchCase) -> Call:
 
 
 def _compiled(case: BenchCase) -> Call:
-    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         cos, sin = (torch.cat((table, table), -1).to(x.dtype).unsqueeze(-2) for table in (cos, sin))
         return x * cos + torch.cat((-second, first), -1) * sin
@@ -198,7 +198,7 @@ def _compiled(case: BenchCase) -> Call:
     def call(qkv: Tensor, *tables: Tensor) -> Result:
         q, k, v = parts_of(qkv, *_heads(case))
         if tables:
-            q, k = turned(q, *tables), turned(k, *tables)
+            q, k = rotated(q, *tables), rotated(k, *tables)
         return _attended(q, k, v)
 
     return compiled(call)

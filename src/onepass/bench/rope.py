@@ -85,9 +85,9 @@ def _one_after_the_other(case: BenchCase) -> Call:
     return _after_norms(rope, partial(rms_norm, eps=_EPS, zero_centered_gamma=_is_centered(case)))
 
 
-def _after_norms(turned: Callable[..., Any], norm: Callable[..., Tensor]) -> Call:
+def _after_norms(rotated: Callable[..., Any], norm: Callable[..., Tensor]) -> Call:
     def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
-        return turned(norm(q, q_weight), norm(k, k_weight), cos, sin)
+        return rotated(norm(q, q_weight), norm(k, k_weight), cos, sin)
 
     return call
 
@@ -106,19 +106,19 @@ def _written_norm(case: BenchCase) -> Callable[..., Tensor]:
 def _written(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
     """Rotate q and k, which have heads before tokens, by tables that hold each number twice."""
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)
 
 
 def _written_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         every_two = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
         return x * cos + every_two * sin
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)
 
 
 def _as_models_do(case: BenchCase, function: Callable[..., Any], views: bool = True) -> Call:
@@ -169,13 +169,13 @@ def _liger_cute(case: BenchCase) -> Call:
 def _by_liger(case: BenchCase, package: str, norm: Callable[[Tensor, Tensor, float, str], Tensor]) -> Call:
     function = imported(f"liger_kernel.{package}.rope", "LigerRopeFunction").apply
 
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return function(q, k, cos[None], sin[None])
 
     if case.variant in _NORMS:  # it writes over the norms' results
         how = (1.0, "gemma") if _is_centered(case) else (0.0, "llama")
-        return _after_norms(_as_models_do(case, turned), lambda x, weight: norm(x, weight, *how))
-    return on_copies(_as_models_do(case, turned), 2)
+        return _after_norms(_as_models_do(case, rotated), lambda x, weight: norm(x, weight, *how))
+    return on_copies(_as_models_do(case, rotated), 2)
 
 
 # ---- a peer that takes onepass's tables ----
@@ -184,12 +184,12 @@ def _by_liger(case: BenchCase, package: str, norm: Callable[[Tensor, Tensor, flo
 def _quack(case: BenchCase) -> Call:
     function = partial(imported("quack.rotary", "apply_rotary_emb"), interleaved=case.variant == "interleaved")
 
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
         return function(q, cos, sin), function(k, cos, sin)
 
     if case.variant in _NORMS:
-        return _after_norms(turned, partial(imported("quack", "rmsnorm"), eps=_EPS, weight_offset=float(_is_centered(case))))
-    return turned
+        return _after_norms(rotated, partial(imported("quack", "rmsnorm"), eps=_EPS, weight_offset=float(_is_centered(case))))
+    return rotated
 
 
 def _peers(case: BenchCase) -> list[Contender]:

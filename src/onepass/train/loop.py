@@ -78,7 +78,7 @@ class TrainRun:
         self.stopped = self._stepping = False
         self.signal: int | None = None
         self.record: Record | None = None
-        self._untold: _Ended | None = None
+        self._unlogged: _Ended | None = None
         self._waits_later = layout.device.type == "cuda"
 
     def train(self) -> list[Line]:
@@ -112,7 +112,7 @@ class TrainRun:
                     self.record.close()
         return [] if self.record is None else self.record.lines
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the model and the optimizer, so that other models can use their memory. Their tables run as this run did."""
         self.options = replace(self.options, cuda_graphs=self.trained.steps.replays)
         del self.trained
@@ -155,7 +155,7 @@ class TrainRun:
         options, batches = self.options, self.batches()
         self._began = time.perf_counter()
         self._counted = first
-        self._wind(first)
+        self._restart_clock(first)
         self._save_by_time(0.0)
         done = first
         for step in range(first, options.train_iters):
@@ -163,15 +163,15 @@ class TrainRun:
             loss, norm = self.trained.steps.run(batches.of_step(step))
             lr = learning_rate(step, options)
             self.trained.update.step(lr)
-            self._tell()  # logs the previous step: the GPU runs the current one while the host waits
+            self._log_step()  # logs the previous step: the GPU runs the current one while the host waits
             done, last = step + 1, step + 1 == options.train_iters
             stop, due = self._requests()
             evaluate = bool(options.eval_iters) and (last or (bool(options.eval_interval) and done % options.eval_interval == 0))
             save = last or stop or due or (options.save_interval and done % options.save_interval == 0)
             if evaluate or stop or last or done % options.log_interval == 0:
-                self._untold = _Ended(step, loss, norm, lr, self._saturation.counts())
+                self._unlogged = _Ended(step, loss, norm, lr, self._saturation.counts())
             if evaluate or save or not self._waits_later:
-                self._tell(evaluate)
+                self._log_step(evaluate)
             if save:
                 began = time.monotonic()
                 checkpoint.save(
@@ -179,14 +179,14 @@ class TrainRun:
                     vocabulary=self.tokens.vocabulary,
                 )  # fmt: skip
                 self._save_by_time(time.monotonic() - began)
-                self._wind(done)
+                self._restart_clock(done)
             if stop:
                 break
         self.stopped, _ = self._requests()  # also what came while the last step was saved
         if self.stopped:
             self.live.say(f"stopped after step {done}" + ("" if self.plain else f"; go on with --resume {self.folder}"))
 
-    def _wind(self, done: int) -> None:
+    def _restart_clock(self, done: int) -> None:
         """Restart the throughput measurement. Time before this call was not training, or is logged already."""
         self._last, self._since = time.perf_counter(), done
 
@@ -199,16 +199,16 @@ class TrainRun:
 
     # ---- logging and evaluation ----
 
-    def _tell(self, evaluate: bool = False) -> None:
+    def _log_step(self, evaluate: bool = False) -> None:
         """Log the step that waits to be logged, if any. With `evaluate`, add the loss of the validation text."""
-        if self._untold is None:
+        if self._unlogged is None:
             return
-        ended, self._untold = self._untold, None
+        ended, self._unlogged = self._unlogged, None
         line = self._line(*ended)
         self._log(replace(line, eval_loss=self._evaluated()) if evaluate else line)
         if self.threads is not None:
             self.threads.watch(line.tokens_per_s)
-        self._wind(ended.step + 1)
+        self._restart_clock(ended.step + 1)
 
     def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float, counts: Counts | None) -> Line:
         value, size = float(self.layout.average(loss)), float(norm)  # waits for the GPU

@@ -114,7 +114,7 @@ def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Te
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False, start_positions: Any = None
 ) -> Tensor:
-    """Turn t ``[s, b, heads, d]`` by freqs ``[s, 1, 1, r]``, which have each angle twice; d - r numbers pass.
+    """Rotate t ``[s, b, heads, d]`` by freqs ``[s, 1, 1, r]``, which have each angle twice; d - r numbers pass.
 
     The result is contiguous, as stock's, whose attention views it; or with transpose_output_memory its transpose (0, 1) is.
     """
@@ -125,15 +125,15 @@ def fused_apply_rotary_pos_emb(
         t = t.transpose(0, 1)
     else:
         cos, sin = (table[:, None].expand(-1, t.shape[1], -1) for table in (cos, sin))
-    turned, _ = rope(t, t[:, :, :0], cos, sin, interleaved=interleaved)
-    return turned.transpose(0, 1) if transpose_output_memory else turned
+    rotated, _ = rope(t, t[:, :, :0], cos, sin, interleaved=interleaved)
+    return rotated.transpose(0, 1) if transpose_output_memory else rotated
 
 
 def fused_apply_rotary_pos_emb_thd(
     t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False,
     start_positions: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Turn packed t ``[tokens, heads, d]``: positions begin anew with each document."""
+    """Rotate packed t ``[tokens, heads, d]``: positions begin anew with each document."""
     if cp_size > 1:
         raise NotImplementedError(
             f"context_parallel_size must be 1 with apply_rope_fusion and packed sequences, but is {cp_size}"
@@ -141,8 +141,8 @@ def fused_apply_rotary_pos_emb_thd(
     if start_positions is not None:
         raise NotImplementedError("start_positions must not be given: onepass's rope does not take it")
     cos, sin = table_pair(freqs, interleaved, freqs.shape[0])
-    turned, _ = rope(t[None], t[None, :, :0], cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens.to(torch.int32))
-    return turned[0]
+    rotated, _ = rope(t[None], t[None, :, :0], cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens.to(torch.int32))
+    return rotated[0]
 
 
 def table_pair(freqs: Tensor, interleaved: bool, length: int) -> tuple[Tensor, Tensor]:

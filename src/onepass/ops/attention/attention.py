@@ -1,16 +1,16 @@
-"""attention: causal attention of a fused projection's queries, keys and values, which it turns by their positions first.
+"""attention: causal attention of a fused projection's queries, keys and values, which it rotates by their positions first.
 
 Formula  y = softmax(scale q k^T, each token seeing those up to itself) v, for each head; groups of heads share keys and values.
-         q and k are turned as ops/attention/rope.py has it and rounded to qkv's type. Sums in fp32; the softmax, and the
+         q and k are rotated as ops/attention/rope.py has it and rounded to qkv's type. Sums in fp32; the softmax, and the
          gradient of the scores, are rounded to qkv's type as operands of products are. With weights, q's and k's heads are
-         normalised before they are turned, as there.
+         normalised before they are rotated, as there.
 Shapes   qkv [B, S, (heads + 2 groups) D]: all queries, then keys, then values; cos and sin [S, R/2]; y [B, S, heads D].
-Saves    qkv with q and k turned, which with `overwrite` is qkv's own memory; y; and for each head and token the logarithm of its
-         sum, in fp32. No scores. With weights: qkv as it came, and beside it q and k turned, without v. By group: a copy of
-         qkv's parts with q and k turned, or q and k beside qkv with weights.
-Bytes    forward turns q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
+Saves    qkv with q and k rotated, which with `overwrite` is qkv's own memory; y; and for each head and token the logarithm of its
+         sum, in fp32. No scores. With weights: qkv as it came, and beside it q and k rotated, without v. By group: a copy of
+         qkv's parts with q and k rotated, or q and k beside qkv with weights.
+Bytes    forward rotates q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
          kernel for dq and one for dk and dv, each of which computes the softmax again. All gradients are written in place in one
-         tensor of qkv's shape, in which those of q and k are turned back.
+         tensor of qkv's shape, in which those of q and k are rotated back.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. With `deterministic=False`
          PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's kernels
          and flash-attn-4's replace ours where they are faster, in the order that is asked for: ops/attention/choice.py.
@@ -50,9 +50,9 @@ from onepass.ops.attention.grouped import (
     empty_memory,
     kept_parts,
     parts_of_memory,
+    rotate_groups,
+    rotate_groups_back,
     rotated_copy,
-    turn_groups,
-    turn_groups_back,
 )
 from onepass.ops.attention.layout import as_readable, can_overwrite, check_overwritable, mark_overwritten
 from onepass.ops.attention.rope_kernels import rotate
@@ -111,29 +111,29 @@ def _forward(
     *,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k turned; q and k alone where they
+    """Return y, the logarithm of each row's sum and, where there are tables, qkv with q and k rotated; q and k alone where they
     are normalised too. These, and by group all, are dense parts of memory (`parts_of_memory`)."""
     heads, groups = options.heads, options.groups
-    readable, turned = as_readable(qkv), None
+    readable, rotated = as_readable(qkv), None
     cu_seqlens, sinks = _contiguous(cu_seqlens), _contiguous(sinks)
     norm = None if q_weight is None or k_weight is None else norm_of(options, q_weight, k_weight)
     if options.by_group:
-        turned = empty_memory(qkv, options, norm)
-        parts = parts_of_memory(turned, qkv, options, head_size(qkv, heads, groups))
-        q, k, v = turn_groups(readable, cos, sin, parts, options, norm)
+        rotated = empty_memory(qkv, options, norm)
+        parts = parts_of_memory(rotated, qkv, options, head_size(qkv, heads, groups))
+        q, k, v = rotate_groups(readable, cos, sin, parts, options, norm)
     else:
         q, k, v = parts_of(readable, heads, groups)
     if cos is not None and sin is not None and not options.by_group:
         if norm is not None:
-            turned = empty_memory(qkv, options, norm)
-            into_q, into_k = parts_of_memory(turned, qkv, options, q.shape[-1])
+            rotated = empty_memory(qkv, options, norm)
+            into_q, into_k = parts_of_memory(rotated, qkv, options, q.shape[-1])
             q, k = rotate(cos, sin, q, k, options.interleaved, False, (into_q, into_k), norm)  # type: ignore[assignment]
         elif overwrite:
             rotate(cos, sin, q, k, options.interleaved, False, (q, k))
             mark_overwritten(readable)
-            turned = readable
+            rotated = readable
         else:
-            turned = readable = rotated_copy(readable, cos, sin, options)
+            rotated = readable = rotated_copy(readable, cos, sin, options)
             q, k, v = parts_of(readable, heads, groups)
     by = forward_kernels(readable, q.shape[-1], options, cu_seqlens, sinks)
     if by == CUDNN:
@@ -143,7 +143,7 @@ def _forward(
     else:
         y, lse = attend(q, k, v, options, cu_seqlens, sinks)
     whole: Tensor = torch.ops.aten._unsafe_view(y, [*y.shape[:2], heads * y.shape[-1]])
-    return whole, lse, turned
+    return whole, lse, rotated
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -163,7 +163,7 @@ def _forward_fake(
 
 def _backward(
     dy: Tensor,
-    turned: Tensor,
+    rotated: Tensor,
     y: Tensor,
     lse: Tensor,
     cos: Tensor | None,
@@ -184,17 +184,17 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of qkv, sinks and both weights.
 
-    `turned` is qkv with q and k turned, or qkv itself where there are no tables. With weights it is q and k alone, and qkv as it
-    came is given too. into: what the weights' gradients are added to.
+    `rotated` is qkv with q and k rotated, or qkv itself where there are no tables. With weights it is q and k alone, and qkv as
+    it came is given too. into: what the weights' gradients are added to.
     """
     heads, groups = options.heads, options.groups
     y = contiguous_tokens(y, options)  # as it is, unless a compiler has laid it out anew
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
-    whole = as_readable(turned if qkv is None else qkv)
+    whole = as_readable(rotated if qkv is None else qkv)
     of_parts = of_qkv or of_q_weight or of_k_weight
     dqkv = gradients = None
     if options.by_group or qkv is not None:
-        q, k, v = kept_parts(turned, None if qkv is None else whole, y, options)
+        q, k, v = kept_parts(rotated, None if qkv is None else whole, y, options)
     else:
         q, k, v = parts_of(whole, heads, groups)
     if of_parts:
@@ -216,7 +216,7 @@ def _backward(
     norm = None if q_weight is None or k_weight is None else norm_of(options, q_weight, k_weight)
     if options.by_group and gradients is not None and dqkv is not None:
         given = gradients[:2], dqkv, cos, sin, options, None if norm is None else (norm, whole, needs)
-        dq_weight, dk_weight = turn_groups_back(*given, into=into, keep_scratch=keep_scratch)
+        dq_weight, dk_weight = rotate_groups_back(*given, into=into, keep_scratch=keep_scratch)
     elif cos is not None and sin is not None and gradients is not None:
         dq, dk, _ = gradients
         if norm is None:
@@ -228,7 +228,7 @@ def _backward(
 
 
 def _backward_fake(
-    dy: Tensor, turned: Tensor, y: Any, lse: Any, cos: Any, sin: Any, cu_seqlens: Any, sinks: Tensor | None,
+    dy: Tensor, rotated: Tensor, y: Any, lse: Any, cos: Any, sin: Any, cu_seqlens: Any, sinks: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, qkv: Tensor | None, options: AttentionOptions, *needs: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     dqkv = empty_tokens(y, options, y.shape[-1] // options.heads * (options.heads + 2 * options.groups)) if needs[0] else None
@@ -244,7 +244,7 @@ _forward_op = Registered(
     AttentionOptions,
 )
 _backward_op = Registered(
-    "attention_backward(Tensor dy, Tensor turned, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, "
+    "attention_backward(Tensor dy, Tensor rotated, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, "
     "Tensor? sinks, Tensor? q_weight, Tensor? k_weight, Tensor? qkv, AttentionOptions options, bool of_qkv, bool of_sinks, "
     "bool of_q_weight, bool of_k_weight) -> (Tensor?, Tensor?, Tensor?, Tensor?)",
     _backward,
@@ -271,10 +271,10 @@ class _AttentionFunction(torch.autograd.Function):
         options: AttentionOptions,
         overwrite: bool,
     ) -> Tensor:
-        y, lse, turned = _forward_op(qkv, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options, overwrite=overwrite)
+        y, lse, rotated = _forward_op(qkv, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options, overwrite=overwrite)
         ctx.options = options
         ctx.vectors = saved_vectors(ctx, 2, q_weight, k_weight)
-        kept = (qkv if turned is None else turned).detach()  # autograd won't save one of several views that was overwritten
+        kept = (qkv if rotated is None else rotated).detach()  # autograd won't save one of several views that was overwritten
         as_it_came = None if q_weight is None else qkv
         ctx.save_for_backward(kept, y, lse, cos, sin, cu_seqlens, sinks, q_weight, k_weight, as_it_came)
         return y  # type: ignore[no-any-return]
@@ -321,9 +321,9 @@ def _variant(call: Call) -> str:
     D, options = head_size(qkv, call.heads, call.groups), options_of(call)
     if pytorch_is_faster(qkv, D, options, call.cu_seqlens, call.sinks):
         where = " in place" if overwrite else ", out of their groups" if call.by_group else ""
-        how = f"{'normalised and ' * normed}turned by rope's kernel{where}"
-        turned = "" if cos is None else f"q and k {how}; "
-        return f"{turned}torch.nn.functional.scaled_dot_product_attention"
+        how = f"{'normalised and ' * normed}rotated by rope's kernel{where}"
+        rotated = "" if cos is None else f"q and k {how}; "
+        return f"{rotated}torch.nn.functional.scaled_dot_product_attention"
     smem, W = shared_memory(qkv.device), head_block(D)
     forward = forward_tiles(W, smem)
     dq, dk_dv = backward_tiles(D, qkv.shape[1], options, call.cu_seqlens is not None, smem)
@@ -337,12 +337,12 @@ def _variant(call: Call) -> str:
     if call.cu_seqlens is not None:
         said += "documents' tiles listed on the GPU, the longest first; "
     if call.by_group:
-        how = "copied" if cos is None else f"{'normalised and ' * normed}turned by rope's kernel"
+        how = "copied" if cos is None else f"{'normalised and ' * normed}rotated by rope's kernel"
         said += f"q and k {how} out of their groups, and back into them; "
     elif normed:
-        said += "q and k normalised and turned by rope's kernel beside qkv, and back in place; "
+        said += "q and k normalised and rotated by rope's kernel beside qkv, and back in place; "
     elif cos is not None:
-        said += f"q and k turned by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
+        said += f"q and k rotated by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
     kept = "qkv, q and k" if normed else "qkv" if not call.by_group and (cos is None or overwrite) else "the copy"
     return said + f"keeps {kept}, y, and a number a head and token"
 
@@ -362,11 +362,11 @@ def options_of(call: Call, kernels: str = "") -> AttentionOptions:
 
 def _describe_pytorch(call: Call) -> str:
     in_place = " in place" if call.overwrite and not call.by_group else ""
-    how = "normalised and turned" if call.q_weight is not None else f"turned{in_place}"
-    turned = "" if call.cos is None else f", after q and k are {how}"
+    how = "normalised and rotated" if call.q_weight is not None else f"rotated{in_place}"
+    rotated = "" if call.cos is None else f", after q and k are {how}"
     if call.softcap is not None or call.sinks is not None:
-        return f"the PyTorch formula, all scores of a document at once{turned}"
-    return f"torch.nn.functional.scaled_dot_product_attention{turned}"
+        return f"the PyTorch formula, all scores of a document at once{rotated}"
+    return f"torch.nn.functional.scaled_dot_product_attention{rotated}"
 
 
 def attention(
@@ -399,10 +399,10 @@ def attention(
             strides; it is copied where the last is not 1, or rows don't begin at multiples of 16 bytes.
         heads: of the queries, a multiple of groups.
         groups: of keys and values, each shared by ``heads / groups`` consecutive heads of queries; None means one a head.
-        cos, sin: the tables by which q and k are turned first, as in `rope`: ``[S, R/2]``, or ``[B, S, R/2]``. None for both
-            turns nothing. They get no gradient. With `cu_seqlens`, tables of ``[longest, R/2]`` are looked up by position within
+        cos, sin: the tables by which q and k are rotated first, as in `rope`: ``[S, R/2]``, or ``[B, S, R/2]``. None for both
+            rotates nothing. They get no gradient. With `cu_seqlens`, tables of ``[longest, R/2]`` are looked up by position in
             the document, and those of ``[1, S, R/2]`` taken as they are.
-        interleaved: the pairs that are turned are neighbours, ``(2i, 2i + 1)``; otherwise ``(i, i + R/2)``.
+        interleaved: the pairs that are rotated are neighbours, ``(2i, 2i + 1)``; otherwise ``(i, i + R/2)``.
         scale: of the scores, above 0; None means ``D ** -0.5``.
         causal: a query sees its own key and those before it; False: all keys.
         cu_seqlens: int32 ``[documents + 1]``, on qkv's device: the boundaries of documents that follow each other in a qkv of
@@ -414,12 +414,12 @@ def attention(
         softcap: scores, after the scale, become ``softcap * tanh(scores / softcap)``. None leaves them.
         sinks: ``[heads]``, a logit a head that takes part in the softmax and has no value, as a key of zeros would. It gets a
             gradient.
-        q_weight, k_weight, eps, zero_centered_gamma: RMSNorm of each head of q and of k before they are turned, as in `rope`.
+        q_weight, k_weight, eps, zero_centered_gamma: RMSNorm of each head of q and of k before they are rotated, as in `rope`.
             They need tables.
         by_group: qkv has for each group its queries, its key and its value, as Megatron-core's linear_qkv makes them. The
             rotation puts them apart, so nothing else is copied. If qkv's memory is ``[S, B, ...]``, so are the result's and
             the gradient's.
-        overwrite: q and k may be turned in qkv's own memory, which saves a copy of it. Nothing else may need qkv afterwards:
+        overwrite: q and k may be rotated in qkv's own memory, which saves a copy of it. Nothing else may need qkv afterwards:
             whatever autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed
             region begins with qkv. It has no effect without tables, with weights, whose backward needs qkv as it came, by group,
             under a compiler or under a transform.

@@ -27,8 +27,8 @@ from onepass.ops.attention.formula import (
 from onepass.ops.attention.grouped import (
     empty_parts,
     group_parts,
-    turn_groups,
-    turn_groups_back,
+    rotate_groups,
+    rotate_groups_back,
     values_of,
 )
 from onepass.ops.attention.layout import as_readable, mark_overwritten
@@ -50,9 +50,9 @@ from onepass.runtime.op import Registered
 def _rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, *, overwrite: bool = False, by_kernel: bool = True
 ) -> Parts:
-    """Return q and k turned, in qkv's memory with `overwrite`, and v, a view of qkv; by group all apart."""
+    """Return q and k rotated, in qkv's memory with `overwrite`, and v, a view of qkv; by group all apart."""
     if options.by_group:
-        return turn_groups(qkv, cos, sin, empty_parts(qkv, options), options, None)
+        return rotate_groups(qkv, cos, sin, empty_parts(qkv, options), options, None)
     if qkv.stride(-1) != 1:  # neither the kernel nor `view` can write there
         qkv, overwrite = qkv.contiguous(), True
     q, k, v = parts_of(qkv, options.heads, options.groups)
@@ -80,10 +80,10 @@ def _rotate_fake(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOption
 def _rotate_back(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions, *, by_kernel: bool = True
 ) -> Tensor:
-    """Return dqkv, with dq and dk turned back."""
+    """Return dqkv, with dq and dk rotated back."""
     dqkv = _empty_qkv(dq, dk, dv, cos, sin, options)
     if options.by_group:
-        turn_groups_back((dq, dk), dqkv, cos, sin, options, None)
+        rotate_groups_back((dq, dk), dqkv, cos, sin, options, None)
         group_parts(dqkv, options)[2].copy_(dv)
         return dqkv
     into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
@@ -107,14 +107,14 @@ def _rotate_into(
 
 
 rotate_op = Registered(
-    "attention_turned(Tensor qkv, Tensor cos, Tensor sin, AttentionOptions options) -> (Tensor, Tensor, Tensor)",
+    "attention_rotated(Tensor qkv, Tensor cos, Tensor sin, AttentionOptions options) -> (Tensor, Tensor, Tensor)",
     _rotate,
     _rotate_fake,
     AttentionOptions,
     dispatched=_rotate_apart,
 )
 rotate_back_op = Registered(
-    "attention_turned_back(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, AttentionOptions options) -> Tensor",
+    "attention_rotated_back(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, AttentionOptions options) -> Tensor",
     _rotate_back,
     _empty_qkv,
     AttentionOptions,
@@ -122,7 +122,7 @@ rotate_back_op = Registered(
 
 
 class _RotatedParts(torch.autograd.Function):
-    """q and k turned, and v, for PyTorch's attention; their gradients come back in one tensor."""
+    """q and k rotated, and v, for PyTorch's attention; their gradients come back in one tensor."""
 
     @staticmethod
     def forward(
@@ -158,10 +158,10 @@ _apply_rotation = fast_apply(_RotatedParts)
 def _normed(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, options: AttentionOptions
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return q and k normalised and turned, of a tensor of their own each."""
+    """Return q and k normalised and rotated, of a tensor of their own each."""
     if options.by_group:
         into = empty_parts(qkv, options)[:2]
-        return turn_groups(qkv, cos, sin, into, options, norm_of(options, q_weight, k_weight))[:2]
+        return rotate_groups(qkv, cos, sin, into, options, norm_of(options, q_weight, k_weight))[:2]
     q, k, _ = parts_of(qkv, options.heads, options.groups)
     return rotate(cos, sin, q, k, options.interleaved, False, None, norm_of(options, q_weight, k_weight))
 
@@ -178,7 +178,7 @@ def _normed_back(
     dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if of_qkv else None
     needs, norm = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight), norm_of(options, q_weight, k_weight)
     if options.by_group:
-        dweights = turn_groups_back((dq, dk), dqkv, cos, sin, options, (norm, qkv, needs), **direct)
+        dweights = rotate_groups_back((dq, dk), dqkv, cos, sin, options, (norm, qkv, needs), **direct)
         if dqkv is not None:
             group_parts(dqkv, options)[2].copy_(dv)
         return dqkv, *dweights
@@ -217,7 +217,7 @@ normed_back_op = Registered(
 
 
 class _NormedParts(torch.autograd.Function):
-    """q and k normalised and turned, and v, for PyTorch's attention; their gradients come back in one tensor."""
+    """q and k normalised and rotated, and v, for PyTorch's attention; their gradients come back in one tensor."""
 
     @staticmethod
     def forward(

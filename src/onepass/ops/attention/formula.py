@@ -21,7 +21,7 @@ class AttentionOptions(NamedTuple):
 
     heads: int  # of the queries
     groups: int  # of the keys and values
-    interleaved: bool  # the pairs that the tables turn are neighbours
+    interleaved: bool  # the pairs that the tables rotate are neighbours
     scale: float  # of the scores
     left: int = -1  # a query sees so many keys before its own, or all: -1
     right: int = 0  # and so many after its own, or all: -1
@@ -77,7 +77,7 @@ def rotated_parts(
     cu_seqlens: Tensor | None = None,
     weights: Weights = (None, None),
 ) -> Parts:
-    """Return q, k and v, by the formula; the tables, where there are any, turn q and k, which weights normalise before."""
+    """Return q, k and v, by the formula; the tables, where there are any, rotate q and k, which weights normalise before."""
     qkv, options = ungrouped(qkv, options)
     q, k, v = parts_of(qkv, options.heads, options.groups)
     if cos is None or sin is None:
@@ -94,7 +94,7 @@ def rotated_parts(
 def attention_by_pytorch(
     parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return y [B, S, heads D] by `scaled_dot_product_attention`, of parts whose q and k are turned already.
+    """Return y [B, S, heads D] by `scaled_dot_product_attention`, of parts whose q and k are rotated already.
 
     It has no softcap and no sinks: with one of those, by the formula.
     """

@@ -21,12 +21,12 @@ from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 
 
 def rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
-    """Return qkv with q and k turned. v is copied too, so that backward does not need qkv itself."""
-    turned = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    (q, k, v), (into_q, into_k, into_v) = (parts_of(x, options.heads, options.groups) for x in (qkv, turned))
+    """Return qkv with q and k rotated. v is copied too, so that backward does not need qkv itself."""
+    rotated = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    (q, k, v), (into_q, into_k, into_v) = (parts_of(x, options.heads, options.groups) for x in (qkv, rotated))
     rotate(cos, sin, q, k, options.interleaved, False, (into_q, into_k))
     into_v.copy_(v)
-    return turned
+    return rotated
 
 
 def group_parts(qkv: Tensor, options: AttentionOptions) -> Parts:
@@ -62,10 +62,10 @@ def parts_of_memory(memory: Tensor, like: Tensor, options: AttentionOptions, D: 
     return tuple(part.view(B, S, count, D) for part, count in parts)
 
 
-def turn_groups(
+def rotate_groups(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, parts: tuple[Tensor, ...], options: AttentionOptions, norm: QKNorm | None
 ) -> Parts:
-    """Return q and k of qkv, normalised and turned where there is something to do it with, and v. They lie in `parts`, but for
+    """Return q and k of qkv, normalised and rotated where there is something to do it with, and v. They lie in `parts`, but for
     a v that has no place there."""
     q, k, v = group_parts(qkv, options)
     if cos is None or sin is None:
@@ -79,9 +79,9 @@ def turn_groups(
     return (*parts, v) if len(parts) == 2 else (*parts[:2], parts[2].copy_(v))  # type: ignore[return-value]
 
 
-def kept_parts(turned: Tensor, qkv: Tensor | None, y: Tensor, options: AttentionOptions) -> Parts:
-    """Return q and k as forward turned them, and v, of qkv where that was kept. y: attention's result."""
-    parts = parts_of_memory(turned, y, options, y.shape[-1] // options.heads)
+def kept_parts(rotated: Tensor, qkv: Tensor | None, y: Tensor, options: AttentionOptions) -> Parts:
+    """Return q and k as forward rotated them, and v, of qkv where that was kept. y: attention's result."""
+    parts = parts_of_memory(rotated, y, options, y.shape[-1] // options.heads)
     return parts if qkv is None else (*parts, values_of(qkv, options))  # type: ignore[return-value]
 
 
@@ -90,16 +90,16 @@ def values_of(qkv: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def empty_gradients(q: Tensor, dqkv: Tensor, options: AttentionOptions) -> Parts:
-    """Return where gradients of dense q, k and v go: k's and v's to dqkv, and q's to memory like q's, until it is turned back."""
+    """Return where gradients of dense q, k and v go: k's and v's to dqkv, and q's to memory like q's, to be rotated back."""
     _, dk, dv = group_parts(dqkv, options)
     return torch.empty_like(q), dk, dv
 
 
-def turn_groups_back(
+def rotate_groups_back(
     gradients: tuple[Tensor, Tensor], dqkv: Tensor | None, cos: Tensor | None, sin: Tensor | None, options: AttentionOptions,
     normed: tuple[QKNorm, Tensor, HeadGradients] | None, **direct: Any,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Write the gradients of q and k, turned back, to dqkv; without tables that of q alone, as k's lies there.
+    """Write the gradients of q and k, rotated back, to dqkv; without tables that of q alone, as k's lies there.
 
     normed: the norm, qkv as it came, and what is wanted, without which dqkv may be None. Return the norm's weights' gradients.
     """

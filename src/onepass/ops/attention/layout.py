@@ -38,7 +38,7 @@ def mark_overwritten(qkv: Tensor) -> None:
 
 
 def can_overwrite(qkv: Tensor, *tables: Tensor | None) -> bool:
-    """Whether q and k can be turned in qkv's memory: not in a graph or a transform, nor where elements share an address."""
+    """Whether q and k can be rotated in qkv's memory: not in a graph or a transform, nor where elements share an address."""
     if needs_dispatcher(qkv, *tables) or under_functorch():  # not whether an op is called: registered ops write over nothing
         return False
     extent = 1

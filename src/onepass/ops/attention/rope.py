@@ -1,4 +1,4 @@
-"""rope: rotary positions, which turn the pairs of elements of each head of q and k by a token's angles.
+"""rope: rotary positions, which rotate the pairs of elements of each head of q and k by a token's angles.
 
 With weights for q and k, RMSNorm of each head comes first.
 
@@ -6,7 +6,7 @@ Formula  (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair: (x[i], x[i
          what lies past the first R elements of a head is copied. With weights x is z / sqrt(mean(z^2) + eps) * weight for each
          head z, zero_centered_gamma: weight + 1 in its place. fp32 all the way, rounded once, where y is stored.
 Shapes   q [..., S, Hq, D], k [..., S, Hk, D]; cos and sin [..., S, R/2], whose leading dimensions broadcast against q's.
-Saves    cos and sin: backward turns the gradients by the same kernel with sin's sign changed. That is the transpose, which is no
+Saves    cos and sin: backward rotates the gradients by the same kernel with sin's sign changed. That is the transpose, and no
          inverse where cos and sin have a common factor (as stretched positions have). With weights q and k too, as they came.
 Bytes    forward reads q, k and the tables and writes both results; backward the same of the gradients, and with weights it reads
          q and k again. One launch each; the weights' gradients are sums of the same launch, in a fixed order.
@@ -51,7 +51,7 @@ def rope_reference(
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k turned, by the formula, for every type: fp64 inputs make it the oracle. Other types compute in fp32."""
+    """Return q and k rotated, by the formula, for every type: fp64 inputs make it the oracle. Other types compute in fp32."""
     cos, sin = _tables(q, cos, sin, cu_seqlens)
     if q_weight is not None and k_weight is not None:
         options = interleaved, eps, zero_centered_gamma
@@ -100,11 +100,11 @@ class _RopeFunction(torch.autograd.Function):
         ctx.call = interleaved, use_triton
         ctx.set_materialize_grads(False)  # one of the two may have been used alone
         ctx.save_for_backward(cos, sin)
-        turned = (_rotate_op if use_triton else _rotate_blocks)(cos, sin, q, k, interleaved, False)
+        rotated = (_rotate_op if use_triton else _rotate_blocks)(cos, sin, q, k, interleaved, False)
         need_q, need_k, *_ = ctx.needs_input_grad
         if not (need_q and need_k):  # the result of a frozen input is frozen too
-            ctx.mark_non_differentiable(turned[1 if need_q else 0])
-        return turned
+            ctx.mark_non_differentiable(rotated[1 if need_q else 0])
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -181,7 +181,7 @@ def _variant(call: Call) -> str:
         return "the PyTorch formula, as there is nothing to do"
     said = rope_variant(q, k, call.cos, call.sin, call.interleaved)
     if call.q_weight is None:
-        return f"{said}; backward the same, turning back; keeps cos and sin"
+        return f"{said}; backward the same, rotating back; keeps cos and sin"
     return f"{said}, normalised first; {backward_variant(q, k, call.cos)}; keeps q, k, cos and sin"
 
 
@@ -212,13 +212,13 @@ def rope(
             a q of ``[1, S, Hq, D]`` or ``[S, Hq, D]``. Tables of ``[longest, R/2]`` are then looked up by position within the
             document; those of more dimensions are taken as they are.
         q_weight, k_weight: ``[D]``, of any floating-point type: each head of q and of k is normalised over its D elements, and
-            multiplied by the weight, before it is turned. None for both turns only.
+            multiplied by the weight, before it is rotated. None for both only rotates.
         eps: added to the mean of the squares; above 0.
         zero_centered_gamma: the weights are kept as their distances from 1; the sum is fp32.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        q and k turned, of their own shapes and types, contiguous. Arithmetic is in fp32 and rounded once. For an attention that
+        q and k rotated, of their own shapes and types, contiguous. Arithmetic is in fp32 and rounded once. For an attention that
         takes ``[B, H, S, D]``, `transpose(1, 2)` is a view.
     """
     if has_dtensor(q, k):

@@ -17,19 +17,19 @@ _BLOCK = 1 << 18  # elements at a time: their fp32 copies stay in the caches
 
 
 def rope_formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return x's heads turned, contiguous."""
+    """Return x's heads rotated, contiguous."""
     wide = torch.promote_types(x.dtype, torch.float32)
     R = 2 * cos.shape[-1]
     cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)  # the same for all heads
-    turning, rest = x.split((R, x.shape[-1] - R), -1)  # not narrow, whose gradients are tensors of zeros as wide as x
-    x1, x2 = (half.to(wide) for half in _pairs(turning, R, interleaved))
-    turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotating, rest = x.split((R, x.shape[-1] - R), -1)  # not narrow, whose gradients are tensors of zeros as wide as x
+    x1, x2 = (half.to(wide) for half in _pairs(rotating, R, interleaved))
+    rotated = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    y = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat([y.to(x.dtype), rest], -1).contiguous()
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of each head of q and of k, before they are turned."""
+    """RMSNorm of each head of q and of k, before they are rotated."""
 
     q_weight: Tensor  # [D], as k_weight
     k_weight: Tensor
@@ -40,7 +40,7 @@ class QKNorm(NamedTuple):
 def normed_rope_formula(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, eps: float, zero_centered_gamma: bool
 ) -> Tensor:
-    """Return x's heads normalised and turned, contiguous, rounded once."""
+    """Return x's heads normalised and rotated, contiguous, rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     z, weight = x.to(wide), weight.to(wide)
     normed = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps) * (weight + 1.0 if zero_centered_gamma else weight)
@@ -55,7 +55,7 @@ def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def rope_blocks(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, out: Tensor | None = None) -> Tensor:
-    """Return x's heads turned, or turned back, in `out` where it is given: that may be x itself.
+    """Return x's heads rotated, or rotated back, in `out` where it is given: that may be x itself.
 
     Nothing of x's size is allocated except the result.
     """
@@ -66,16 +66,16 @@ def rope_blocks(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bo
     step = max(1, _BLOCK * S // x.numel()) if S and x.device.type == "cpu" else max(1, S)
     for first in range(0, S, step):
         count = min(step, S - first)
-        block, turned = x.narrow(-3, first, count), y.narrow(-3, first, count)
+        block, rotated = x.narrow(-3, first, count), y.narrow(-3, first, count)
         c, s = (table.narrow(-2, first, count).to(wide).unsqueeze(-2) for table in (cos, sin))
         x1, x2 = (half.to(wide) for half in _pairs(block, R, interleaved))
-        y1, y2 = _pairs(turned, R, interleaved)
+        y1, y2 = _pairs(rotated, R, interleaved)
         first_of_each = (x1 * c).addcmul_(x2, s, value=1 if back else -1)
         y2.copy_((x2 * c).addcmul_(x1, s, value=-1 if back else 1))
         y1.copy_(first_of_each)  # last: x1 may be the same memory, and is read twice
         rest = x.shape[-1] - R
         if rest and y is not x:
-            turned.narrow(-1, R, rest).copy_(block.narrow(-1, R, rest))
+            rotated.narrow(-1, R, rest).copy_(block.narrow(-1, R, rest))
     return y
 
 

@@ -1,4 +1,4 @@
-"""rope's kernel and its launch: it turns q and k at once, or one of them, or turns their gradients back; with weights it
+"""rope's kernel and its launch: it rotates q and k at once, or one of them, or rotates their gradients back; with weights it
 normalises each head first.
 
 A program owns some tokens and all their heads, of q and k alike, so it reads their angles once and holds them in registers.
@@ -37,8 +37,8 @@ def load_angles(table_ptr, sequence, tokens, real, TABLE_M, TABLE_S, P: tl.const
 
 
 @device_function
-def turn(x1, x2, cos, sin, BACK: tl.constexpr):
-    """Turn a pair. BACK: by the transpose, as a gradient needs; it is no inverse where cos and sin have a common factor.
+def rotate_pair(x1, x2, cos, sin, BACK: tl.constexpr):
+    """Rotate a pair. BACK: by the transpose, as a gradient needs; it is no inverse where cos and sin have a common factor.
 
     The fma is explicit: a compiler that chooses which product stays exact chooses another one for other strides.
     """
@@ -126,12 +126,12 @@ def rstd_of_heads(x1, x2, rest, eps, D: tl.constexpr, BLOCK_R: tl.constexpr):
 
 
 @device_function
-def _turn_heads(
+def _rotate_heads(
     x_ptr, y_ptr, weight_ptr, sequence, tokens, real, cos, sin, eps, X_M, X_S, X_H, Y_M, Y_S, Y_H,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     CENTERED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Turn all heads of some tokens, BLOCK_H at a time; with a weight normalise them first."""
+    """Rotate all heads of some tokens, BLOCK_H at a time; with a weight normalise them first."""
     x_token = (x_ptr + sequence * X_M + tokens * X_S)[:, None, None]
     y_token = (y_ptr + sequence * Y_M + tokens * Y_S)[:, None, None]
     if weight_ptr is not None:
@@ -150,7 +150,7 @@ def _turn_heads(
             x1, x2 = x1 * rstd * weight1, x2 * rstd * weight2
             if BLOCK_R:
                 rest = rest * rstd * weight_rest
-        y1, y2 = turn(x1, x2, cos, sin, BACK)
+        y1, y2 = rotate_pair(x1, x2, cos, sin, BACK)
         store_pairs(y_head, there, y1, y2, P, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_P)
         store_rest(y_head, there, rest, D, P, BLOCK_R)
 
@@ -173,14 +173,14 @@ def _rope_kernel(
     if q_ptr is not None:
         Q_M, Q_S, Q_H = aligned(Q_M, ALIGN), aligned(Q_S, ALIGN), aligned(Q_H, ALIGN)
         Q_OUT_M, Q_OUT_S, Q_OUT_H = aligned(Q_OUT_M, ALIGN), aligned(Q_OUT_S, ALIGN), aligned(Q_OUT_H, ALIGN)
-        _turn_heads(
+        _rotate_heads(
             q_ptr, q_out_ptr, q_weight_ptr, sequence, tokens, real, cos, sin, eps, Q_M, Q_S, Q_H, Q_OUT_M, Q_OUT_S, Q_OUT_H,
             HQ, D, P, INTERLEAVED, BACK, CENTERED, BLOCK_S, BLOCK_HQ, BLOCK_P, BLOCK_R,
         )  # fmt: skip
     if k_ptr is not None:
         K_M, K_S, K_H = aligned(K_M, ALIGN), aligned(K_S, ALIGN), aligned(K_H, ALIGN)
         K_OUT_M, K_OUT_S, K_OUT_H = aligned(K_OUT_M, ALIGN), aligned(K_OUT_S, ALIGN), aligned(K_OUT_H, ALIGN)
-        _turn_heads(
+        _rotate_heads(
             k_ptr, k_out_ptr, k_weight_ptr, sequence, tokens, real, cos, sin, eps, K_M, K_S, K_H, K_OUT_M, K_OUT_S, K_OUT_H,
             HK, D, P, INTERLEAVED, BACK, CENTERED, BLOCK_S, BLOCK_HK, BLOCK_P, BLOCK_R,
         )  # fmt: skip
@@ -357,10 +357,10 @@ def rotate(
     out: tuple[Tensor | None, Tensor | None] | None = None,
     norm: QKNorm | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return q and k turned, or turned back, contiguous. A tensor that is None or empty costs nothing.
+    """Return q and k rotated, or rotated back, contiguous. A tensor that is None or empty costs nothing.
 
     out: where the results go instead, [B, S, heads, D] each, with last strides of 1; they may be q and k themselves.
-    norm: normalises heads before they are turned.
+    norm: normalises heads before they are rotated.
     """
     q_out, k_out = (empty_like(q), empty_like(k)) if out is None else out
     some_q = q if q is not None and q.numel() else None

@@ -122,12 +122,12 @@ class _NormedRopeFunction(torch.autograd.Function):
         ctx.vectors = saved_vectors(ctx, 2, q_weight, k_weight)
         ctx.set_materialize_grads(False)  # one of the two may have been used alone
         ctx.save_for_backward(cos, sin, q, k, q_weight, k_weight)
-        turned = _normed_op(cos, sin, q, k, q_weight, k_weight, options)
+        rotated = _normed_op(cos, sin, q, k, q_weight, k_weight, options)
         need_q, need_k, need_q_weight, need_k_weight, *_ = ctx.needs_input_grad
-        for y, needs in zip(turned, (need_q or need_q_weight, need_k or need_k_weight), strict=True):
+        for y, needs in zip(rotated, (need_q or need_q_weight, need_k or need_k_weight), strict=True):
             if not needs:  # the result of frozen inputs is frozen too
                 ctx.mark_non_differentiable(y)
-        return turned
+        return rotated
 
     @staticmethod
     @not_twice_differentiable
@@ -148,7 +148,7 @@ def normed_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, options: NormedRopeOptions,
     use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return q and k normalised and turned, by the kernels or by PyTorch."""
+    """Return q and k normalised and rotated, by the kernels or by PyTorch."""
     if not use_triton:
         weights = with_fp32_grads(q_weight, k_weight)
         q, k = (normed_rope_blocks(x, w, cos, sin, *options) for x, w in zip((q, k), weights, strict=True))

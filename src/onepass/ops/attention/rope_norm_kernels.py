@@ -1,6 +1,6 @@
-"""Backward of rope with a norm of each head: gradients turned back, dx, and both weights' gradients, in one kernel.
+"""Backward of rope with a norm of each head: gradients rotated back, dx, and both weights' gradients, in one kernel.
 
-With z a normalised head, g the gradient turned back, and means over the head:
+With z a normalised head, g the gradient rotated back, and means over the head:
     dx = (g weight - z mean(g weight z)) / deviation,  dweight = sum over tokens and heads of g z
 x is read anyway, so its deviation is computed again rather than kept.
 
@@ -34,11 +34,11 @@ from onepass.ops.attention.rope_kernels import (
     load_weight,
     readable,
     rope_tiles,
+    rotate_pair,
     rstd_of_heads,
     store_pairs,
     store_rest,
     token_layout,
-    turn,
 )
 from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_memory
 
@@ -79,7 +79,7 @@ def _back_through_heads(
         sin = load_angles(sin_ptr, sequence, tokens, real, SIN_M, SIN_S, P, BLOCK_P)
         g1, g2 = load_pairs(dy_head, there, P, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_P)
         x1, x2 = load_pairs(x_head, there, P, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_P)
-        g1, g2 = turn(g1, g2, cos, sin, True)
+        g1, g2 = rotate_pair(g1, g2, cos, sin, True)
         g_rest = load_rest(dy_head, there, D, P, BLOCK_R)
         x_rest = load_rest(x_head, there, D, P, BLOCK_R)
         if BLOCK_R:

@@ -29,7 +29,7 @@ def _documents(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _normed(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return q, k, both weights and tables that turn a part of each head."""
+    """Return q, k, both weights and tables that rotate a part of each head."""
     return random_tensors(((3, 7, 5, 22), (3, 7, 2, 22), (22,), (22,), (7, 9), (7, 9)), device, dtype)
 
 
@@ -139,7 +139,7 @@ def covering_calls() -> Iterator[CoveringCall]:
     yield from _rope_calls()
 
 
-_HEADS = (  # of q, of k, their width, and how much of it is turned: grouped, alone, one k for all, odd and partly turned ones
+_HEADS = (  # of q, of k, their width, and how much of it is rotated: grouped, alone, one k for all, odd and partly rotated ones
     (32, 8, 128, 128), (12, 12, 64, 64), (71, 1, 64, 64), (40, 40, 128, 128), (16, 16, 80, 32), (32, 32, 80, 80), (24, 8, 96, 96),
     (8, 4, 256, 256), (64, 8, 256, 64), (3, 1, 10, 6), (1, 1, 4096, 4096),
 )  # fmt: skip
@@ -182,19 +182,19 @@ def _rope_call(heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bflo
             given |= {name: meta(D, dtype=dtype, requires_grad="weights" not in option) for name in ("q_weight", "k_weight")}
         if "main_grad" in option:
             give_main_grad(given["q_weight"], given["k_weight"])
-        turned = rope(q, k, cos, sin, **given, backend="triton")
-        return torch.cat([y.flatten() for y in turned])
+        rotated = rope(q, k, cos, sin, **given, backend="triton")
+        return torch.cat([y.flatten() for y in rotated])
 
-    return CoveringCall(" ".join(filter(None, (f"rope {HQ}/{HK}x{D}", f"{R} turned" if R < D else "", option))), dtype, run)
+    return CoveringCall(" ".join(filter(None, (f"rope {HQ}/{HK}x{D}", f"{R} rotated" if R < D else "", option))), dtype, run)
 
 
 def _attention_calls() -> Iterator[CoveringCall]:
-    """All sizes of heads, alone and grouped; the other type, what is not turned or a part of something, and each option."""
+    """All sizes of heads, alone and grouped; the other type, what is not rotated or a part of something, and each option."""
     for D in SIZES:
         yield _attention_call(8, 8, D)
         yield _attention_call(32, 8, D)
     yield _attention_call(32, 8, 64, torch.float16)
-    for option in ("not turned", "odd strides", "by group", "by group not turned", "by group normed"):
+    for option in ("not rotated", "odd strides", "by group", "by group not rotated", "by group normed"):
         yield _attention_call(32, 8, 64, option=option)
     for D in (64, 128):
         yield _attention_call(32, 8, D, option="documents")
@@ -227,7 +227,7 @@ def _attention_call(
         columns, B = (heads + 2 * groups) * D, 1 if "documents" in option else 4
         odd = option == "odd strides"
         qkv = meta(B, 512, columns + 1, dtype=dtype)[..., 1:] if odd else meta(B, 512, columns, dtype=dtype)
-        cos = None if "not turned" in option else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
+        cos = None if "not rotated" in option else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
         given = dict(options)
         if "by group" in option:
             qkv, given["by_group"] = meta(512, B, columns, dtype=dtype).transpose(0, 1), True
