@@ -192,7 +192,7 @@ def test_make_hands_on_what_takes_the_line(monkeypatch):
     made = make(config, options, alone(), say=said.append)
     assert type(made.steps) is MeasuredSteps
     made.steps._reason = "because"
-    made.steps._tell("this")
+    made.steps._report("this")
     assert said == ["CUDA graph: this"]
     assert make(config, options, alone()).steps._say("no one listens") is None
 

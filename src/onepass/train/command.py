@@ -261,11 +261,11 @@ def _trained(
     curves = {"onepass": lines}
     if not run.stopped:
         _show_samples(run.samples(), console)
-        run.let_go()
+        run.release()
         if args.compare:
             run = _plain(run, folder, console)
             curves["PyTorch"] = run.train()
-            run.let_go()
+            run.release()
         if threads is not None and not run.stopped:
             threads.choose()
         if options.table and not run.stopped:

@@ -52,9 +52,9 @@ class MeasuredSteps(GraphedSteps):
                 found = super().run(batch)
             except _CaptureFailed as failure:  # the same step again, which begins by clearing gradients
                 self.replays = False
-                self._tell(f"not captured, though {self._reason}, as that failed: {failure}")
+                self._report(f"not captured, though {self._reason}, as that failed: {failure}")
             else:
-                self._tell(f"captured, as {self._reason}")
+                self._report(f"captured, as {self._reason}")
                 return found
         self._steps += 1
         self._timing = not self._decided and self._steps > _SKIPPED
@@ -82,14 +82,14 @@ class MeasuredSteps(GraphedSteps):
         self._reason = f"a microbatch's calls take the CPU {calls:.1f} of its {whole:.1f} ms"
         needed, left = memory_of_graph(device)
         if calls < _WAITS * whole:
-            self._tell(f"not needed, as {self._reason}")
+            self._report(f"not needed, as {self._reason}")
         elif needed > left:
             gib = f"its {needed / 2**30:.1f} GiB would leave evaluations {max(left, 0) / 2**30:.1f}"
-            self._tell(f"not captured, as {gib}, though {self._reason}")
+            self._report(f"not captured, as {gib}, though {self._reason}")
         else:
             self.replays = True
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self._reason:
             self._say(f"CUDA graph: {text}")
         self._reason = ""
