@@ -98,7 +98,7 @@ def _baseline_outputs(call: Call, inputs: Inputs) -> dict[str, Tensor]:
     parts = _parts(inputs, _WHOLE)
     if len(parts) == 1:
         return outputs(call, inputs)
-    found: dict[str, list[Tensor]] = {}
+    by_part: dict[str, list[Tensor]] = {}
     joined: dict[str, Tensor] = {}
     for part in parts:
         tensors = {
@@ -107,8 +107,8 @@ def _baseline_outputs(call: Call, inputs: Inputs) -> dict[str, Tensor]:
         }
         grads = [grad if name in inputs.summed else grad[part] for name, grad in inputs.grads.items()]
         for name, value in _by_name(call, inputs, tensors, grads).items():
-            found.setdefault(name, []).append(value)
-    for name, values in found.items():
+            by_part.setdefault(name, []).append(value)
+    for name, values in by_part.items():
         whole = sum(value.double() for value in values) if _summed(name, inputs) else torch.cat(values)
         joined[name] = torch.as_tensor(whole).to(values[0].dtype)
     return joined
@@ -142,8 +142,8 @@ def _by_name(call: Call, inputs: Inputs, tensors: dict[str, Tensor], incoming: l
             tensor.main_grad.zero_()
     results = outputs_of(call(*tensors.values()))
     grads = differentiate(results, asked, incoming, inputs.trained)
-    found = {name: result.detach() for name, result in zip(inputs.grads, results, strict=True)}
-    return found | {f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}
+    outputs = {name: result.detach() for name, result in zip(inputs.grads, results, strict=True)}
+    return outputs | {f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}
 
 
 def poison(inputs: Inputs) -> None:

@@ -25,8 +25,8 @@ Task = tuple[BenchPlan, BenchCase, Contender]
 
 def tasks_of(plans: Sequence[BenchPlan]) -> list[Task]:
     """Return what to compile. Compilers that take one thread at a time wait until it is measured."""
-    found = [(plan, case, contender) for plan in plans for case in plan.cases for contender in plan.contenders(case)]
-    return [task for task in found if not task[2].slow_start]
+    tasks = [(plan, case, contender) for plan in plans for case in plan.cases for contender in plan.contenders(case)]
+    return [task for task in tasks if not task[2].slow_start]
 
 
 def compile_ahead(tasks: Sequence[Task], clock: Clock, tick: Tick) -> None:

@@ -211,12 +211,12 @@ def _peers(case: BenchCase) -> list[Contender]:
     flex = Contender("cuDNN flex", _cudnn_flex, package="cuDNN frontend", lacks=lacks or no_softcap)
     if case.variant in _OPTIONS:
         return [*with_options.peers(case), flash, flex]
-    found = [Contender("rope + SDPA", _after_rope)]
+    peers = [Contender("rope + SDPA", _after_rope)]
     if case.variant.endswith(_ANY):  # deterministic: only flash attention works, and SDPA chooses it
-        found.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
-        found.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION), lacks=lacks))
-    found.append(Contender("cuDNN frontend", _cudnn_frontend, package="cuDNN frontend", lacks=lacks))
-    return [*found, flash, flex, Contender("torch.compile", _compiled, compiles=True)]
+        peers.append(Contender("flash", partial(_by_kernel, kernel=SDPBackend.FLASH_ATTENTION)))
+        peers.append(Contender("cuDNN", partial(_by_kernel, kernel=SDPBackend.CUDNN_ATTENTION), lacks=lacks))
+    peers.append(Contender("cuDNN frontend", _cudnn_frontend, package="cuDNN frontend", lacks=lacks))
+    return [*peers, flash, flex, Contender("torch.compile", _compiled, compiles=True)]
 
 
 BENCH = define_bench(

@@ -204,11 +204,11 @@ def visible_keys(case: BenchCase) -> Tensor:
 
 
 def peers(case: BenchCase) -> list[Contender]:
-    found = [Contender("flex_attention", _flex, compiles=True, lacks=needs_gpu())]
+    contenders = [Contender("flex_attention", _flex, compiles=True, lacks=needs_gpu())]
     lacks = "no softcap" if case.variant == "softcap" else needs_gpu()
     if find_spec("torch.nn.attention.varlen") is None:
         lacks = f"PyTorch {torch.__version__} has none, 2.10 has"
-    found.append(Contender("varlen_attn", _varlen, lacks=lacks))
+    contenders.append(Contender("varlen_attn", _varlen, lacks=lacks))
     if len(set(lengths_of(case))) == 1 and "documents" in case.variant:
-        found.append(Contender("dense SDPA", _dense))
-    return found
+        contenders.append(Contender("dense SDPA", _dense))
+    return contenders

@@ -128,14 +128,14 @@ _LIGER = {"swiglu": "LigerSiLUMulFunction", "geglu": "LigerGELUMulFunction"}
 
 
 def _peers(case: BenchCase) -> list[Contender]:
-    found, activation = by_pytorch(_eager), _activation(case)
+    peers, activation = by_pytorch(_eager), _activation(case)
     if activation in _LIGER:
-        found += liger_rows(_by_liger, f"liger_kernel.ops.{activation}", _LIGER[activation], activation)
+        peers += liger_rows(_by_liger, f"liger_kernel.ops.{activation}", _LIGER[activation], activation)
     if case.variant == "swiglu":
-        found.append(Contender("Liger, one tensor", _liger_one_tensor, package="Liger"))
+        peers.append(Contender("Liger, one tensor", _liger_one_tensor, package="Liger"))
     if case.variant not in _PAIRS:
-        found.append(Contender("Megatron-core", _megatron, package="Megatron-core", compiles=True))
-    return found
+        peers.append(Contender("Megatron-core", _megatron, package="Megatron-core", compiles=True))
+    return peers
 
 
 _IN_PRODUCTS = "has activations in matrix products only"

@@ -65,13 +65,13 @@ def run(args: argparse.Namespace) -> int:
         try:
             ahead.compile_ahead(to_compile, clock, tick)
             for plan in plans:
-                for found in runner.measure(plan, clock, result.ceilings, tick):
-                    if isinstance(found, CpuTimes):
-                        result.cpu.append(found)
-                        report.cpu_times(found)
+                for measured in runner.measure(plan, clock, result.ceilings, tick):
+                    if isinstance(measured, CpuTimes):
+                        result.cpu.append(measured)
+                        report.cpu_times(measured)
                     else:
-                        result.cases.append(found)
-                        report.case(found)
+                        result.cases.append(measured)
+                        report.case(measured)
             result.copy_gbs_at_end = copy_bandwidth(clock, result.ceilings.copy_bytes)
         except KeyboardInterrupt:
             stopped = 130

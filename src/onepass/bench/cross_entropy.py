@@ -89,13 +89,13 @@ def _trl(case: BenchCase) -> Call:
 
 
 def _peers(case: BenchCase) -> list[Contender]:
-    found = [*by_pytorch(_eager), Contender("Liger", _liger, package="Liger")]
-    found.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
+    peers = [*by_pytorch(_eager), Contender("Liger", _liger, package="Liger")]
+    peers.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
     if case.variant != "smoothing":
-        found.append(Contender("QuACK", _quack, package="QuACK"))
+        peers.append(Contender("QuACK", _quack, package="QuACK"))
     if case.variant == "plain":
-        found.append(Contender("TRL", _trl, package="TRL"))
-    return found
+        peers.append(Contender("TRL", _trl, package="TRL"))
+    return peers
 
 
 BENCH = define_bench(

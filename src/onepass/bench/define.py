@@ -111,8 +111,8 @@ def define_bench(
         return called(case, find_op(known).samples.SAMPLES[known].formula)
 
     def backend_of(case: BenchCase, given: Inputs) -> str:
-        found: Any = called(case, partial(explain, name_of(case)))(*given.tensors.values())
-        return str(found.backend)
+        explanation: Any = called(case, partial(explain, name_of(case)))(*given.tensors.values())
+        return str(explanation.backend)
 
     def reference_of(case: BenchCase) -> str | None:
         if case.fp8 and weights:

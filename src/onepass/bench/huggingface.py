@@ -79,17 +79,17 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
             for name in args.contender or case.contenders:
                 if name not in case.contenders:
                     continue
-                found = _skipped(name, args, device, ends)
-                if found is None:
+                result = _skipped(name, args, device, ends)
+                if result is None:
                     report.begins(case, name)
-                    found = _measured(case, name, device, steps, args.quick, ends)
+                    result = _measured(case, name, device, steps, args.quick, ends)
                 of_case = rows.setdefault(case.name, {})
-                if found.status == "skipped":
-                    of_case.setdefault(name, found)  # keeps an earlier command's result
+                if result.status == "skipped":
+                    of_case.setdefault(name, result)  # keeps an earlier command's result
                 else:
-                    of_case[name] = found
+                    of_case[name] = result
                     compare(list(of_case.values()))
-                    report.row(case, found)
+                    report.row(case, result)
                 _save(args.json, facts, rows)
             report.table(case, _in_order(rows[case.name]))
     except KeyboardInterrupt:
@@ -129,10 +129,10 @@ def _wanted(args: argparse.Namespace, device: torch.device) -> list[ModelCase]:
     if version_of("transformers") is None:
         raise CommandError(f"{NAME} needs transformers: pip install transformers")
     known = cases(args.quick)
-    found = [case for case in known if args.case is None or args.case.lower() in case.name.lower()]
-    if not found:
+    wanted = [case for case in known if args.case is None or args.case.lower() in case.name.lower()]
+    if not wanted:
         raise CommandError(f"--case {args.case!r} names none; there are {', '.join(case.name for case in known)}")
-    return found
+    return wanted
 
 
 def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: float) -> ModelResult | None:
@@ -162,14 +162,14 @@ def _measured(case: ModelCase, name: str, device: torch.device, steps: int, quic
         command = [sys.executable, "-m", "onepass.bench.huggingface_process", json.dumps(asked), str(file)]
         ended = _run(command, log, None if ends == float("inf") else ends - begun)
         if file.exists():
-            found = ModelResult(**json.loads(file.read_text()))
+            result = ModelResult(**json.loads(file.read_text()))
         elif ended is None:
-            found = ModelResult(name, "skipped", f"not done after {time.monotonic() - begun:.0f} s, when --budget ended")
+            result = ModelResult(name, "skipped", f"not done after {time.monotonic() - begun:.0f} s, when --budget ended")
         else:
             last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            found = ModelResult(name, "error", f"ended with status {ended}: {''.join(last)}")
-    found.seconds = time.monotonic() - begun
-    return found
+            result = ModelResult(name, "error", f"ended with status {ended}: {''.join(last)}")
+    result.seconds = time.monotonic() - begun
+    return result
 
 
 def _run(command: list[str], log: Path, seconds: float | None) -> int | None:
@@ -220,12 +220,12 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Rows:
         return {}
     rows: Rows = {}
     for row in told["rows"]:
-        found = rows.setdefault(row["case"], {})[row["contender"]] = ModelResult(
+        result = rows.setdefault(row["case"], {})[row["contender"]] = ModelResult(
             **{name: row[name] for name in _FIELDS & row.keys()}
         )
-        found.losses = [float(loss) for loss in found.losses]  # JSON has NaN as a string
-        found.losses_again = [float(loss) for loss in found.losses_again]
-        found.errors = {kind: float(error) for kind, error in found.errors.items()}
+        result.losses = [float(loss) for loss in result.losses]  # JSON has NaN as a string
+        result.losses_again = [float(loss) for loss in result.losses_again]
+        result.errors = {kind: float(error) for kind, error in result.errors.items()}
     for of_case in rows.values():
         compare(list(of_case.values()))
     return rows
@@ -242,9 +242,9 @@ def _save(path: Path | None, facts: dict[str, Any], rows: Rows) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _row(case: ModelCase, found: ModelResult) -> dict[str, Any]:
+def _row(case: ModelCase, result: ModelResult) -> dict[str, Any]:
     shown = {"op": NAME, "case": case.name, "shape": [case.sequences, case.length], "tokens": case.tokens}
-    return shown | {"attention": case.attention, **plain(asdict(found), _DIGITS)}
+    return shown | {"attention": case.attention, **plain(asdict(result), _DIGITS)}
 
 
 def _bar(case: ModelCase, rows: list[ModelResult]) -> list[dict[str, Any]]:

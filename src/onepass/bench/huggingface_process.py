@@ -51,11 +51,11 @@ def main(asked: str, file: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        found = measured(ModelCase(**told["case"]), name, device, told["steps"], told["quick"])
+        result = measured(ModelCase(**told["case"]), name, device, told["steps"], told["quick"])
     except Exception as error:  # a row of the table shows it
-        found = ModelResult(name, "error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
+        result = ModelResult(name, "error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
     written = Path(file)
-    written.with_suffix(".part").write_text(json.dumps(asdict(found)))
+    written.with_suffix(".part").write_text(json.dumps(asdict(result)))
     written.with_suffix(".part").rename(written)  # atomic: a reader never sees a partial file
 
 
@@ -66,22 +66,22 @@ def measured(case: ModelCase, contender: str, device: torch.device, steps: int, 
     gc.collect()  # frees the fp32 model, which may have reference cycles, before peak memory is measured
     model = new_model(case, device)
     trainer = _Trainer(case, model, contender)
-    found = ModelResult(contender)
+    result = ModelResult(contender)
     begun = time.perf_counter()
     losses = [trainer.gradients(first)]
-    found.errors = errors(model, exact)
+    result.errors = errors(model, exact)
     del exact
     trainer.update()
     _synchronize(device)
-    found.first_s = time.perf_counter() - begun
+    result.first_s = time.perf_counter() - begun
     losses += [trainer.step(next(batches)) for _ in range(steps - 1)]
-    found.losses = [float(loss) for loss in losses]
-    _time(found, lambda: trainer.step(first), device, quick)
+    result.losses = [float(loss) for loss in losses]
+    _time(result, lambda: trainer.step(first), device, quick)
     if contender == EAGER:
         del model, trainer
         gc.collect()
-        found.losses_again = _losses_again(case, device, steps)
-    return found
+        result.losses_again = _losses_again(case, device, steps)
+    return result
 
 
 def _losses_again(case: ModelCase, device: torch.device, steps: int) -> list[float]:
@@ -205,11 +205,11 @@ def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
 
 def errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
     """Return the gradients' relative RMS error for each kind of parameter, over all layers."""
-    found: dict[str, list[float]] = {}
+    of_kind: dict[str, list[float]] = {}
     for name, parameter in model.named_parameters():
         kind = re.sub(r"\.\d+\.", ".*.", name)
-        found.setdefault(kind, []).append(_error(parameter.grad, exact[name]))
-    return {kind: (sum(value**2 for value in values) / len(values)) ** 0.5 for kind, values in found.items()}
+        of_kind.setdefault(kind, []).append(_error(parameter.grad, exact[name]))
+    return {kind: (sum(value**2 for value in values) / len(values)) ** 0.5 for kind, values in of_kind.items()}
 
 
 def _error(grad: Tensor | None, exact: Tensor) -> float:
@@ -218,7 +218,7 @@ def _error(grad: Tensor | None, exact: Tensor) -> float:
     return float((grad.float() - exact).norm() / exact.norm().clamp_min(1e-30))
 
 
-def _time(found: ModelResult, step: Callable[[], object], device: torch.device, quick: bool) -> None:
+def _time(result: ModelResult, step: Callable[[], object], device: torch.device, quick: bool) -> None:
     for _ in range(_WARM):
         step()
     if device.type == "cuda":
@@ -228,10 +228,10 @@ def _time(found: ModelResult, step: Callable[[], object], device: torch.device, 
     count = _FEWEST if quick else max(_FEWEST, min(_MOST, int(_ROUND_MS / once)))
     rounds = [_round(step, count, device) for _ in range(_ROUNDS)]
     times = [whole for whole, _ in rounds]
-    found.ms, found.ms_range = statistics.median(times), [min(times), max(times)]
-    found.cpu_ms = statistics.median(queued for _, queued in rounds)
+    result.ms, result.ms_range = statistics.median(times), [min(times), max(times)]
+    result.cpu_ms = statistics.median(queued for _, queued in rounds)
     if device.type == "cuda":
-        found.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+        result.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
 
 
 def _round(step: Callable[[], object], count: int, device: torch.device) -> tuple[float, float]:

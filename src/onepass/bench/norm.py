@@ -184,16 +184,16 @@ _LIGER = {"rms": "RMSNorm", "layer": "LayerNorm", "rms+residual": "FusedAddRMSNo
 
 
 def _peers(case: BenchCase) -> list[Contender]:
-    found = by_pytorch(_eager)
+    peers = by_pytorch(_eager)
     if case.variant in _LIGER:
         module = f"fused_add_{_kind(case)}_norm" if _adds(case) else f"{_kind(case)}_norm"
-        found += liger_rows(_by_liger, f"liger_kernel.ops.{module}", f"Liger{_LIGER[case.variant]}Function", module)
-        found.append(Contender("QuACK", _quack if _kind(case) == "rms" else _quack_layer, "QuACK"))
+        peers += liger_rows(_by_liger, f"liger_kernel.ops.{module}", f"Liger{_LIGER[case.variant]}Function", module)
+        peers.append(Contender("QuACK", _quack if _kind(case) == "rms" else _quack_layer, "QuACK"))
     if not _adds(case):
-        found += [Contender("cuDNN frontend", _cudnn, "cuDNN frontend"), Contender("Apex", _apex, "Apex")]
-        found += [Contender("Apex, fast", _apex_fast, "Apex")] if case.variant == "layer" else []
-        found.append(Contender("Transformer Engine", _transformer_engine, "Transformer Engine"))
-    return found
+        peers += [Contender("cuDNN frontend", _cudnn, "cuDNN frontend"), Contender("Apex", _apex, "Apex")]
+        peers += [Contender("Apex, fast", _apex_fast, "Apex")] if case.variant == "layer" else []
+        peers.append(Contender("Transformer Engine", _transformer_engine, "Transformer Engine"))
+    return peers
 
 
 BENCH = define_bench(

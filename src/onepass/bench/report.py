@@ -149,22 +149,22 @@ _NAME = 19  # the width of the first column, the contender's name
 
 def _columns(result: CaseResult) -> list[_Column]:
     """Return the columns that have a figure in any row. If the op has a reference, times are relative to it, not to a copy."""
-    found = []
+    columns = []
     for direction in ("forward", "backward") if result.case.backward_bytes else ("forward",):
         name = f"{direction}_ms"
-        found.append(_Column(f"{direction} us", len(direction) + 3, _time(name), name))
+        columns.append(_Column(f"{direction} us", len(direction) + 3, _time(name), name))
         if result.reference is None:
-            found.append(_Column("of copy", 7, _number(f"{direction}_of_copy", ".2f"), name))
+            columns.append(_Column("of copy", 7, _number(f"{direction}_of_copy", ".2f"), name))
     if _known(result, "both_of_reference"):
-        found.append(_Column(f"f+b over {result.reference}", 8, _speed("both_of_reference"), "both_of_reference"))
+        columns.append(_Column(f"f+b over {result.reference}", 8, _speed("both_of_reference"), "both_of_reference"))
     if _known(result, "forward_graph_us"):
-        found.append(_Column("graph us f / b", 14, _pair("forward_graph_us", "backward_graph_us", ".1f"), dispensable=1))
+        columns.append(_Column("graph us f / b", 14, _pair("forward_graph_us", "backward_graph_us", ".1f"), dispensable=1))
     if result.case.backward_bytes:
-        found.append(_Column("CPU us f / f+b", 14, _pair("cpu_forward_us", "cpu_both_us", ".0f")))
+        columns.append(_Column("CPU us f / f+b", 14, _pair("cpu_forward_us", "cpu_both_us", ".0f")))
     if _known(result, "peak_mib"):
-        found.append(_Column("peak MiB", 8, _number("peak_mib", ".0f"), dispensable=2))
-        found.append(_Column("kept MiB", 8, _number("kept_mib", ".1f"), dispensable=3))
-    return [*found, _Column("error", 7, _error)]
+        columns.append(_Column("peak MiB", 8, _number("peak_mib", ".0f"), dispensable=2))
+        columns.append(_Column("kept MiB", 8, _number("kept_mib", ".1f"), dispensable=3))
+    return [*columns, _Column("error", 7, _error)]
 
 
 def _known(result: CaseResult, name: str) -> bool:
@@ -270,9 +270,9 @@ def _ceilings(run: BenchRun) -> str:
     return "ceilings of this run: " + ", ".join(parts)
 
 
-def _peers(found: dict[str, str]) -> str:
-    parts = [f"{name} {version}" for name, version in found.items()]
-    absent = [f"{name} ({package.distribution})" for name, package in PACKAGES.items() if name not in found]
+def _peers(versions: dict[str, str]) -> str:
+    parts = [f"{name} {version}" for name, version in versions.items()]
+    absent = [f"{name} ({package.distribution})" for name, package in PACKAGES.items() if name not in versions]
     return ", ".join(parts or ["none but PyTorch"]) + (f"; not installed: {', '.join(absent)}" if absent else "")
 
 

@@ -193,13 +193,13 @@ def _quack(case: BenchCase) -> Call:
 
 
 def _peers(case: BenchCase) -> list[Contender]:
-    found = by_pytorch(_eager)
+    peers = by_pytorch(_eager)
     if case.variant in _NORMS:
-        found.append(Contender("rms_norm, then rope", _one_after_the_other))
+        peers.append(Contender("rms_norm, then rope", _one_after_the_other))
     if case.variant != "interleaved":
-        found.append(Contender("Liger", _liger, package="Liger"))
-        found.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
-    return [*found, Contender("QuACK", _quack, package="QuACK")]
+        peers.append(Contender("Liger", _liger, package="Liger"))
+        peers.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
+    return [*peers, Contender("QuACK", _quack, package="QuACK")]
 
 
 BENCH = define_bench(

@@ -99,8 +99,8 @@ class BenchPlan:
     def steps(self, device: torch.device) -> int:
         """Return how often `measure` calls tick."""
         timed = [cases[0] for cases in self.variants() if cases[0].backward_bytes]
-        found = sum(len(self.contenders(case)) + self.rounds for case in self.cases) + self.cpu_rounds * len(timed)
-        return found + sum(len(self.contenders(self.bench.tiny(case))) for case in timed if self.has_tiny(device))
+        steps = sum(len(self.contenders(case)) + self.rounds for case in self.cases) + self.cpu_rounds * len(timed)
+        return steps + sum(len(self.contenders(self.bench.tiny(case))) for case in timed if self.has_tiny(device))
 
 
 def measure(plan: BenchPlan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterator[CpuTimes | CaseResult]:

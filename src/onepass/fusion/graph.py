@@ -86,14 +86,14 @@ def arguments(node: Node) -> Any:
 
 def operands_of(node: Node) -> list[Node]:
     """Return the nodes among a call's arguments, in order. A node that occurs twice is listed twice."""
-    found: list[Node] = []
+    operands: list[Node] = []
 
     def seen(used: Node) -> Node:
-        found.append(used)
+        operands.append(used)
         return used
 
     map_arg((node.args, node.kwargs), seen)
-    return found
+    return operands
 
 
 def shape(node: Node) -> list[Any]:

@@ -254,13 +254,13 @@ def _viewed(node: Node) -> Node:
 
 def _between(last: Node, first: Sequence[Node]) -> set[Node]:
     """Return the nodes that compute `last` from the nodes in `first`, without the latter."""
-    found, waiting = set(), [last]
+    between, waiting = set(), [last]
     while waiting:
         node = waiting.pop()
-        if node not in first and node not in found:
-            found.add(node)
+        if node not in first and node not in between:
+            between.add(node)
             waiting.extend(node.all_input_nodes)
-    return found
+    return between
 
 
 def _stacked(emit: Emitter, nodes: list[Node]) -> Stacked:

@@ -28,13 +28,13 @@ class Piece:
 
 def piece_of(node: Node) -> Piece | None:
     """Return the node as a slice, resolved through slices of slices. Return None for other nodes, and for symbolic bounds."""
-    found = _piece_of(node)
-    if found is None or found.squeezed:
-        return found
-    outer = piece_of(found.base)
-    if outer is not None and not outer.squeezed and outer.dim == found.dim:
-        return Piece(outer.base, outer.dim, outer.start + found.start, found.length, squeezed=False)
-    return found
+    piece = _piece_of(node)
+    if piece is None or piece.squeezed:
+        return piece
+    outer = piece_of(piece.base)
+    if outer is not None and not outer.squeezed and outer.dim == piece.dim:
+        return Piece(outer.base, outer.dim, outer.start + piece.start, piece.length, squeezed=False)
+    return piece
 
 
 def _piece_of(node: Node) -> Piece | None:

@@ -64,18 +64,18 @@ def _forward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
     xs = [_x(node) for node in nodes]
     weights = _listed(nodes, 2)
     biases = _listed(nodes, 3) if norm == "layer_norm" else []
-    given = nodes[0].args[eps_place]
-    eps = given if given is not None else _default_eps(xs[0])
+    stated = nodes[0].args[eps_place]
+    eps = stated if stated is not None else _default_eps(xs[0])
     whole = _columns(sweep, xs, weights, biases)
     if whole is not None:
         packed = True
-        found = emit(columns_norm_forward, *whole, _widths(xs), norm, eps)
+        outputs = emit(columns_norm_forward, *whole, _widths(xs), norm, eps)
     else:
         packed = _meet_again(nodes)
-        found = emit(ragged_norm_forward, xs, weights, biases, norm, eps, packed)
-    y = _lanes(emit, emit.item(found, 0), xs, packed)
+        outputs = emit(ragged_norm_forward, xs, weights, biases, norm, eps, packed)
+    y = _lanes(emit, emit.item(outputs, 0), xs, packed)
     stats = [1, 2] if norm == "layer_norm" else [2]
-    return [y, *(_statistics(emit, emit.item(found, place), xs[0]) for place in stats)]
+    return [y, *(_statistics(emit, emit.item(outputs, place), xs[0]) for place in stats)]
 
 
 def _backward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
@@ -95,12 +95,12 @@ def _backward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
     whole = None if whole_dy is None else _columns(sweep, xs, weights)
     if whole_dy is not None and whole is not None:
         packed = True
-        found = emit(columns_norm_backward, *whole_dy, *whole, mean, rstd, _widths(xs), norm, *asked)
+        gradients = emit(columns_norm_backward, *whole_dy, *whole, mean, rstd, _widths(xs), norm, *asked)
     else:
         packed = _meet_again(nodes)
-        found = emit(ragged_norm_backward, dys, xs, weights, mean, rstd, norm, packed, *asked)
-    vectors: list[Result] = [Packed(emit.item(found, i), 0, tuple(_widths(xs))) for i in (1, 2)]
-    return [_lanes(emit, emit.item(found, 0), xs, packed), *vectors]
+        gradients = emit(ragged_norm_backward, dys, xs, weights, mean, rstd, norm, packed, *asked)
+    vectors: list[Result] = [Packed(emit.item(gradients, i), 0, tuple(_widths(xs))) for i in (1, 2)]
+    return [_lanes(emit, emit.item(gradients, 0), xs, packed), *vectors]
 
 
 def _columns(sweep: _Sweep, xs: list[Node], *vectors: list[Node]) -> list[Node | None] | None:
@@ -109,10 +109,10 @@ def _columns(sweep: _Sweep, xs: list[Node], *vectors: list[Node]) -> list[Node |
     An empty list has None for its tensor. Return None where some lanes or vectors lie in separate tensors.
     """
     last = len(shape(xs[0])) - 1
-    found: list[Node | None] = []
+    wholes: list[Node | None] = []
     for nodes in (xs, *vectors):
         if not nodes:
-            found.append(None)
+            wholes.append(None)
             continue
         source = sweep.where.source(nodes, uneven=True)
         operand = None if source.copied or source.listed else source.build(sweep.emit)
@@ -122,8 +122,8 @@ def _columns(sweep: _Sweep, xs: list[Node], *vectors: list[Node]) -> list[Node |
             whole = operand.node
         else:
             return None
-        found.append(whole)
-    return found
+        wholes.append(whole)
+    return wholes
 
 
 def _widths(xs: Sequence[Node]) -> list[int]:
@@ -135,8 +135,8 @@ def _default_eps(x: Node) -> float:
 
 
 def _listed(nodes: Sequence[Node], place: int) -> list[Any]:
-    found = [node.args[place] for node in nodes]
-    return [] if found[0] is None else found
+    vectors = [node.args[place] for node in nodes]
+    return [] if vectors[0] is None else vectors
 
 
 def _lanes(emit: Emitter, node: Node, xs: Sequence[Node], packed: bool) -> Result:

@@ -110,9 +110,9 @@ def _graph(graph: GraphReport, title: str) -> Iterator[RenderableType]:
         table = Table(title=f"onepass.fuse, {title} ({passes}): fused", title_justify="left", expand=False)
         for title, right in (("operator", 0), ("became one", 1), ("groups", 1), ("how", 0), ("copied", 1)):
             table.add_column(title, justify="right" if right else "left")
-        for found, groups in Counter(graph.found).items():
-            copied = _size(found.copied) if found.copied else "nothing"
-            table.add_row(found.operator, str(found.lanes), str(groups), found.how, copied)
+        for group, groups in Counter(graph.found).items():
+            copied = _size(group.copied) if group.copied else "nothing"
+            table.add_row(group.operator, str(group.lanes), str(groups), group.how, copied)
         yield table
     else:
         yield Text(f"onepass.fuse, {title} ({passes}): nothing to fuse. It was compiled as torch.compile compiles it.")
@@ -143,10 +143,10 @@ def _lines(graph: GraphReport) -> Iterator[str]:
 
 
 def _summed(refused: Iterable[UnfusedGroup]) -> Counter[tuple[str, str]]:
-    found: Counter[tuple[str, str]] = Counter()
+    times: Counter[tuple[str, str]] = Counter()
     for one in refused:
-        found[one.operator, one.why] += one.lanes
-    return found
+        times[one.operator, one.why] += one.lanes
+    return times
 
 
 def _size(count: int) -> str:

@@ -23,14 +23,14 @@ def config_of(theirs: dict[str, Any]) -> Config:
     kind = theirs.get("model_type")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"model_type must be 'gpt2' or 'llama', but is {kind!r}")
-    kept: Any = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
-    if not isinstance(kept, str) or kept not in _TYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_TYPES)}, but is {kept!r}")
+    dtype: Any = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
+    if not isinstance(dtype, str) or dtype not in _TYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_TYPES)}, but is {dtype!r}")
     try:
-        found = _of_gpt2(theirs) if kind == "gpt2" else _of_llama(theirs)
+        fields = _of_gpt2(theirs) if kind == "gpt2" else _of_llama(theirs)
     except KeyError as missing:
         raise ValueError(f"config.json of a {kind} must have {missing}, but has not") from None
-    return Config.from_dict(found | {"params_dtype": _TYPES[kept]})
+    return Config.from_dict(fields | {"params_dtype": _TYPES[dtype]})
 
 
 def _of_gpt2(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _of_llama(theirs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must be an object, but is {rope!r}")
     rope = dict(rope)
-    found = {
+    fields = {
         "num_layers": theirs["num_hidden_layers"],
         "hidden_size": theirs["hidden_size"],
         "ffn_hidden_size": theirs["intermediate_size"],
@@ -85,12 +85,12 @@ def _of_llama(theirs: dict[str, Any]) -> dict[str, Any]:
     }
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        fields |= {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
         for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            found[f"rope_scaling_{name}"] = rope[name]
+            fields[f"rope_scaling_{name}"] = rope[name]
     elif kind != "default":
         raise ValueError(f"rope_type must be 'default' or 'llama3', but is {kind!r}")
-    return found
+    return fields
 
 
 def _activation(name: object, field: str) -> str:
@@ -100,9 +100,9 @@ def _activation(name: object, field: str) -> str:
 
 
 def _must_be(theirs: dict[str, Any], name: str, value: object, default: object = None) -> None:
-    found = theirs.get(name, value if default is None else default)
-    if found != value:
-        raise ValueError(f"{name} must be {value!r}, but is {found!r}: ours has no other")
+    stated = theirs.get(name, value if default is None else default)
+    if stated != value:
+        raise ValueError(f"{name} must be {value!r}, but is {stated!r}: ours has no other")
 
 
 # ---- from Config to config.json ----

@@ -130,13 +130,13 @@ def _read_object(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LONGEST_JSON:
         raise ValueError(f"{path} must be of at most {_LONGEST_JSON} bytes, but is of {path.stat().st_size}")
     try:
-        found = json.loads(read_regular(path).decode())
+        parsed = json.loads(read_regular(path).decode())
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{path} must be JSON, but is not: {why}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must be a JSON object, but is {found!r:.50}")
-    return found
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path} must be a JSON object, but is {parsed!r:.50}")
+    return parsed
 
 
 class _Home(NamedTuple):
@@ -147,13 +147,13 @@ class _Home(NamedTuple):
 
     @property
     def parameter(self) -> Tensor:
-        found: Tensor = getattr(self.module, self.name)
-        return found
+        parameter: Tensor = getattr(self.module, self.name)
+        return parameter
 
     @property
     def division(self) -> Division | None:
-        found: Division | None = getattr(self.module, "_divisions", {}).get(self.name)
-        return found
+        division: Division | None = getattr(self.module, "_divisions", {}).get(self.name)
+        return division
 
     @property
     def zero_centered(self) -> bool:
@@ -212,10 +212,10 @@ class _Files:
             raise ValueError(f"folder must hold the weight {name}, but does not")
         self.used.add(name)
         file, key = self.where[name]
-        found: Tensor = file.get_tensor(key)
-        if not found.is_floating_point():
-            raise ValueError(f"the weight {name} must be of floats, but is {found.dtype}")
-        return found
+        weight: Tensor = file.get_tensor(key)
+        if not weight.is_floating_point():
+            raise ValueError(f"the weight {name} must be of floats, but is {weight.dtype}")
+        return weight
 
     def check_all_used(self) -> None:
         """Raise ValueError for weights that were not used, other than buffers and lm_head.weight, a copy of a tied embedding."""

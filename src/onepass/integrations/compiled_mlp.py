@@ -49,11 +49,11 @@ def _up_gradient(
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     run = partial(fp8.activation_backward_codes, dactivated, packed, None, None, options, use_triton=True)
     target, inverse = state.gradient_target(partial(run, y_target=None, turned=False))
-    found = run(target, FP8Target(E4M3, scale))
-    assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
+    gradients = run(target, FP8Target(E4M3, scale))
+    assert gradients.dx is not None and gradients.dx_turned is not None and gradients.y_turned is not None
     across = turned_weight(weight, factors_of(factors))
-    dx = multiply(FP8Operand(rows_of(found.dx), inverse), across, dactivated.dtype, fast=False)
-    return dx.view(*packed.shape[:-1], -1), found.dx_turned, inverse, found.y_turned
+    dx = multiply(FP8Operand(rows_of(gradients.dx), inverse), across, dactivated.dtype, fast=False)
+    return dx.view(*packed.shape[:-1], -1), gradients.dx_turned, inverse, gradients.y_turned
 
 
 def _up_gradient_fake(

@@ -126,12 +126,12 @@ class Seams:
                 f"{binding.seam} of {self.package} {self.version} is rebound by onepass already: undo() that install first"
             )
         binding.shared = copies and isinstance(binding.owner, ModuleType) and callable(binding.before)
-        found = list(self._copies(binding.before)) if binding.shared else []
-        found = [each for each in found if each != (binding.owner, binding.name)]
+        places = list(self._copies(binding.before)) if binding.shared else []
+        places = [place for place in places if place != (binding.owner, binding.name)]
         _rebound[binding.key] = self.package
         self.bindings.append(binding)  # what raises from here on is restored
         binding.assign(binding.now)
-        for copy, name in found:
+        for copy, name in places:
             setattr(copy, name, binding.now)
             binding.copies.append(copy.__name__)
 

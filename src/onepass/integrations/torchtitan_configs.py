@@ -37,8 +37,8 @@ def new_config(owner: str, stock: Any, *more: str) -> Any:
 
 def check_seam(stock: Any, name: str, *arguments: str) -> None:
     """A method that was renamed upstream would be overridden in vain."""
-    found = getattr(stock, name, None)
-    taken = None if found is None else tuple(inspect.signature(found).parameters)
+    seam = getattr(stock, name, None)
+    taken = None if seam is None else tuple(inspect.signature(seam).parameters)
     if taken != arguments:
         has = "is not there" if taken is None else f"takes ({', '.join(taken)})"
         raise SeamError(

@@ -114,8 +114,8 @@ def figures(trace: Trace) -> Figures:
     step_of = StepTimeline(trace)
     calls = _gpu_calls(trace, step_of) if on_gpu else _cpu_calls(trace, step_of)
     working = _busiest_device(trace.gpu) if on_gpu else [op for op in trace.ops if op.parent is None]
-    found = [wait for window in _by_window(trace, working) for wait in waits(window)]
-    long_enough = [(a, b, us) for a, b, us in found if us >= _LEAST_GAP_US]
+    gaps = [wait for window in _by_window(trace, working) for wait in waits(window)]
+    long_enough = [(a, b, us) for a, b, us in gaps if us >= _LEAST_GAP_US]
     launches = [event for event in trace.runtime if event.is_launch and not _within_a_launch(event)] if on_gpu else []
     dispatched = [call.us for call in calls if call.operator]
     one = [event.us for event in launches] if on_gpu else dispatched
@@ -162,11 +162,11 @@ def _busiest_device(gpu: list[TraceEvent]) -> list[TraceEvent]:
 
 def _by_window(trace: Trace, events: list[TraceEvent]) -> list[list[TraceEvent]]:
     starts = sorted(window.start for window in trace.windows)
-    found: dict[int, list[TraceEvent]] = defaultdict(list)
+    windows: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in events:
         at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
-        found[bisect.bisect_right(starts, at)].append(event)
-    return list(found.values())
+        windows[bisect.bisect_right(starts, at)].append(event)
+    return list(windows.values())
 
 
 def _peak(allocations: Sequence[tuple[float, int]]) -> int | None:
@@ -281,10 +281,10 @@ def _of_peak(calls: list[OperatorCall], us: float, limits: Limits) -> float | No
     return at_peak / us if us else None
 
 
-def _gaps(found: list[tuple[TraceEvent, TraceEvent, float]]) -> tuple[Gap, ...]:
+def _gaps(all_gaps: list[tuple[TraceEvent, TraceEvent, float]]) -> tuple[Gap, ...]:
     """Group the gaps by the pair of names around them, the largest sum first. Sums are over all steps."""
     between: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for before, after, us in found:
+    for before, after, us in all_gaps:
         between[short_name(before.name), short_name(after.name)].append(us)
     gaps = [Gap(before, after, len(all_us), sum(all_us), max(all_us)) for (before, after), all_us in between.items()]
     return tuple(sorted(gaps, key=lambda gap: -gap.us))

@@ -76,11 +76,11 @@ class Profile:
         """Return name -> launches per step for all kernels; on a CPU, name -> calls for all operators."""
         if not self.on_gpu:
             return {row.name: row.calls for row in self.rows}
-        found: dict[str, float] = {}
+        launches: dict[str, float] = {}
         for row in self.rows:
             for name, count in row.kernels.items():
-                found[name] = found.get(name, 0.0) + count
-        return found
+                launches[name] = launches.get(name, 0.0) + count
+        return launches
 
     def table(self, top: int = _TOP, width: int | None = None) -> str:
         """Return the figures of the step and the `top` rows with the most time, as text of `width` characters."""

@@ -272,26 +272,26 @@ def _is_capturing(labels: Tensor) -> bool:
 def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = None, ignored_labels: float = 0.0) -> Profile:
     """Build the profile from a trace. Without a timing the wall time is the trace's, and Profile.timed is False."""
     data = json.loads(trace)
-    found = figures(read(data))
-    dtypes = [call.cost.dtype for call in found.calls if call.cost.dtype is not None]
-    limits = limits_of(dtypes, found.on_gpu, ceilings)
-    steps = found.steps
-    table = rows(found.calls, steps, limits)
-    traced_us, busy_us = found.traced_us / steps, found.busy_us / steps
+    totals = figures(read(data))
+    dtypes = [call.cost.dtype for call in totals.calls if call.cost.dtype is not None]
+    limits = limits_of(dtypes, totals.on_gpu, ceilings)
+    steps = totals.steps
+    table = rows(totals.calls, steps, limits)
+    traced_us, busy_us = totals.traced_us / steps, totals.busy_us / steps
     walls: Sequence[float] = timing.wall if timing is not None else [traced_us]
     wall_us = statistics.median(walls)
     # On a CPU the operators' times include the profiler's overhead, so only the busy fraction is carried over.
-    idle_us = wall_us - busy_us if found.on_gpu else wall_us * (1 - busy_us / traced_us) if traced_us else 0.0
+    idle_us = wall_us - busy_us if totals.on_gpu else wall_us * (1 - busy_us / traced_us) if traced_us else 0.0
     idle_us = max(idle_us, 0.0)
-    verdict, reasons = verdict_of(found, table, wall_us, idle_us)
+    verdict, reasons = verdict_of(totals, table, wall_us, idle_us)
     if limits.copy_gbs is None:
         reasons = (*reasons, "too little memory is free to measure the machine's ceilings: hand them in as ceilings=")
-    if timing is not None and not found.on_gpu and traced_us > _SLOWED * wall_us:
+    if timing is not None and not totals.on_gpu and traced_us > _SLOWED * wall_us:
         slowed = f"{number(traced_us / wall_us)} times as long as without the profiler"
         reasons = (*reasons, f"the recorded steps took {slowed}: shares of the time are unsure, on a busy machine above all")
     return Profile(
-        device=_device(data, found.on_gpu),
-        on_gpu=found.on_gpu,
+        device=_device(data, totals.on_gpu),
+        on_gpu=totals.on_gpu,
         steps=steps,
         wall_us=wall_us,
         wall_range=(min(walls), max(walls)),
@@ -300,23 +300,23 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
         host_us=statistics.median(timing.host) if timing is not None and timing.host else None,
         busy_us=busy_us,
         idle_us=idle_us,
-        gaps=tuple(Gap(g.before, g.after, g.count / steps, g.us / steps, g.longest_us) for g in found.gaps),
-        gap_count=found.gap_count / steps,
-        gap_us=found.gap_us / steps,
-        short_gap_us=found.short_gap_us / steps,
-        kernels=found.kernels / steps,
-        launches=found.launches / steps,
-        launch_us=found.launch_us,
-        graphs=found.graphs / steps,
-        waits=found.waits / steps,
-        peak_bytes=timing.peak_bytes if timing is not None and timing.peak_bytes is not None else found.peak_bytes,
+        gaps=tuple(Gap(g.before, g.after, g.count / steps, g.us / steps, g.longest_us) for g in totals.gaps),
+        gap_count=totals.gap_count / steps,
+        gap_us=totals.gap_us / steps,
+        short_gap_us=totals.short_gap_us / steps,
+        kernels=totals.kernels / steps,
+        launches=totals.launches / steps,
+        launch_us=totals.launch_us,
+        graphs=totals.graphs / steps,
+        waits=totals.waits / steps,
+        peak_bytes=timing.peak_bytes if timing is not None and timing.peak_bytes is not None else totals.peak_bytes,
         limits=limits,
         rows=tuple(table),
-        same_steps=found.same_steps,
+        same_steps=totals.same_steps,
         verdict=verdict,
         reasons=reasons,
-        suggestions=suggestions(found, verdict, idle_us, limits, ignored_labels),
-        bars=found.bars,
+        suggestions=suggestions(totals, verdict, idle_us, limits, ignored_labels),
+        bars=totals.bars,
         packed_trace=gzip.compress(trace, compresslevel=1),
     )
 

@@ -40,13 +40,13 @@ def suggestions(
     finders: list[Callable[[Sequence[OperatorCall], int], Iterable[Suggestion]]] = [
         _losses, _norms, _activations, _accumulations, _optimizers,
     ]  # fmt: skip
-    found = [suggestion for finder in finders for suggestion in finder(calls, steps)]
-    found += _prompts(calls, steps, ignored_labels)
+    applying = [suggestion for finder in finders for suggestion in finder(calls, steps)]
+    applying += _prompts(calls, steps, ignored_labels)
     if not figures.on_gpu:
-        found = [_on_cpu(suggestion) for suggestion in found]
-    found += _equal(calls, steps, figures.on_gpu)
-    found = sorted((suggestion for suggestion in found if suggestion.us >= _WORTH * total), key=lambda s: -s.us)
-    return (*_graph(figures, verdict, idle_us), *found)
+        applying = [_on_cpu(suggestion) for suggestion in applying]
+    applying += _equal(calls, steps, figures.on_gpu)
+    applying = sorted((suggestion for suggestion in applying if suggestion.us >= _WORTH * total), key=lambda s: -s.us)
+    return (*_graph(figures, verdict, idle_us), *applying)
 
 
 def _as_fast_as_it_gets(call: OperatorCall, limits: Limits) -> bool:

@@ -88,16 +88,16 @@ class TraceEvent:
     def inputs(self) -> tuple[TraceInput, ...]:
         names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
         dims, types, strides, values = (self.args.get(name) or [] for name in names)
-        found = []
+        inputs = []
         for i, kind in enumerate(types):
             shape = dims[i] if i < len(dims) else []
             value = str(values[i]) if i < len(values) else ""
             if kind in ("", "Scalar", "ScalarList", "TensorList", "GenericList"):
-                found.append(TraceInput(None, None, None, value))
+                inputs.append(TraceInput(None, None, None, value))
             else:
                 steps = tuple(strides[i]) if i < len(strides) and len(strides[i]) == len(shape) else None
-                found.append(TraceInput(tuple(shape), kind, steps, value))
-        return tuple(found)
+                inputs.append(TraceInput(tuple(shape), kind, steps, value))
+        return tuple(inputs)
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,13 @@ Interval = tuple[float, float]
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals as disjoint intervals, sorted."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -203,11 +203,11 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def waits(events: Iterable[TraceEvent]) -> list[tuple[TraceEvent, TraceEvent, float]]:
     """Return the gaps between the first and the last event: the event before, the event after, and the gap's length."""
-    found = []
+    gaps = []
     last: TraceEvent | None = None
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         if last is not None and event.start > last.end:
-            found.append((last, event, event.start - last.end))
+            gaps.append((last, event, event.start - last.end))
         if last is None or event.end > last.end:
             last = event
-    return found
+    return gaps

@@ -78,11 +78,11 @@ def _sums(path: Path, blocks: range) -> list[int]:
 
 
 def _sum(path: Path, block: int) -> int:
-    found, left = 0, BLOCK
+    checksum, left = 0, BLOCK
     buffer = memoryview(bytearray(_PIECE))
     with open_regular(path) as file:
         file.seek(block * BLOCK)
         while left and (got := file.readinto(buffer[: min(left, _PIECE)])):
-            found = zlib.crc32(buffer[:got], found)
+            checksum = zlib.crc32(buffer[:got], checksum)
             left -= got
-    return found
+    return checksum

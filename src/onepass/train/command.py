@@ -277,8 +277,8 @@ def _trained(
 
 
 def _held_out(lines: list[Line]) -> str:
-    found = [line.eval_loss for line in lines if line.eval_loss is not None]
-    return f"; on held-out text it is {found[-1]:.3f}" if found else ""
+    losses = [line.eval_loss for line in lines if line.eval_loss is not None]
+    return f"; on held-out text it is {losses[-1]:.3f}" if losses else ""
 
 
 def _folder(named: Path | None, resume: Path | None) -> Path:

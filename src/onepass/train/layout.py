@@ -167,12 +167,12 @@ def _groups(config: Config, device: torch.device) -> ParallelLayout:
 
 def _group(rows: torch.Tensor, rank: int) -> RankGroup:
     """Return this rank's group. Every rank creates the groups of all rows, because new_group is collective."""
-    found = RankGroup()
+    own = RankGroup()
     for row in rows.tolist():
         made = dist.new_group(row) if len(row) > 1 else None
         if rank in row:
-            found = RankGroup(row.index(rank), len(row), made)
-    return found
+            own = RankGroup(row.index(rank), len(row), made)
+    return own
 
 
 def device_of_this_rank() -> torch.device:

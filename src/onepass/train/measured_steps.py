@@ -49,13 +49,13 @@ class MeasuredSteps(GraphedSteps):
             self._decide(batch.tokens.device)
         if self.replays:
             try:
-                found = super().run(batch)
+                loss_and_norm = super().run(batch)
             except _CaptureFailed as failure:  # the same step again, which begins by clearing gradients
                 self.replays = False
                 self._report(f"not captured, though {self._reason}, as that failed: {failure}")
             else:
                 self._report(f"captured, as {self._reason}")
-                return found
+                return loss_and_norm
         self._steps += 1
         self._timing = not self._decided and self._steps > _SKIPPED
         return TrainSteps.run(self, batch)
@@ -96,18 +96,18 @@ class MeasuredSteps(GraphedSteps):
 
     def _captured(self, micro: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture on all tensor-parallel ranks or on none. What fails before, in a warm-up with collectives, ends the run."""
-        failure = found = None
+        failure = graph = None
         try:
-            found = super()._captured(micro, device)
+            graph = super()._captured(micro, device)
         except RuntimeError as error:
             failure = str(error).partition("\n")[0]
         if self._group is not None:
-            failed = torch.tensor(float(found is None))  # on the CPU, by gloo
+            failed = torch.tensor(float(graph is None))  # on the CPU, by gloo
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
             failure = failure or ("another rank's failed" if failed else None)
-        if failure is not None or found is None:  # raised here: the error's own frames would keep the capture's memory
+        if failure is not None or graph is None:  # raised here: the error's own frames would keep the capture's memory
             raise _CaptureFailed(failure)
-        return found
+        return graph
 
 
 def synchronize(device: torch.device) -> None:

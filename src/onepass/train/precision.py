@@ -61,8 +61,8 @@ def _unfit_experts(config: Config, device: torch.device) -> str | None:
     assert config.num_moe_experts is not None
     hidden, size, experts = config.hidden_size, config.expert_size // config.tensor_model_parallel_size, config.num_moe_experts
     shapes = (experts, (1 + config.gated_linear_unit) * size, hidden), (experts, hidden, size)
-    found = [unfit_for_scaled_groups(shape, config.dtype, device) for shape in shapes]
-    return found[0] or found[1]
+    reasons = [unfit_for_scaled_groups(shape, config.dtype, device) for shape in shapes]
+    return reasons[0] or reasons[1]
 
 
 def has_delayed_scales(config: Config) -> bool:
@@ -116,8 +116,8 @@ class Saturation:
 
     def start(self) -> None:
         """Count from what a loaded checkpoint has."""
-        found = self.counts()
-        self._before = {} if found is None else dict(zip(found.names, found.counts.tolist(), strict=True))
+        counts = self.counts()
+        self._before = {} if counts is None else dict(zip(counts.names, counts.counts.tolist(), strict=True))
 
     def read(self, counts: Counts | None, steps: int) -> tuple[dict[str, int] | None, list[Heavy]]:
         """Return how many numbers of each kind were lost in the steps since the last read, and heavy tensors, the worst first.

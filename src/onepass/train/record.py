@@ -112,17 +112,17 @@ def read_log(path: Path) -> list[Line]:
     lines = read_regular(path).decode(errors="replace").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     rows = csv.DictReader(whole)
-    found = []
+    logged = []
     names = [name for name in _NAMES if name not in _SOMETIMES or name in (rows.fieldnames or ())]
     try:
         for row in rows:
-            found.append(_line(row, names))
+            logged.append(_line(row, names))
     except (KeyError, TypeError, ValueError, csv.Error):
         raise CommandError(
             f"{path} must have {', '.join(names)} in line {rows.line_num}, but has {whole[rows.line_num - 1].strip()!r:.100}: "
             "correct it, or move the file away, and the log begins where the run goes on"
         ) from None
-    return found
+    return logged
 
 
 def _line(row: dict[str, str], names: Sequence[str]) -> Line:

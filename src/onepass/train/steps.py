@@ -68,8 +68,8 @@ class TrainSteps:
         c, length = self.config, tokens.shape[1]
         ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
         with self._wide():
-            found: Tensor = self.model(F.pad(tokens, (0, -length % ranks)))  # sequence parallelism needs equal shards
-        return found[:, length - 1]
+            logits: Tensor = self.model(F.pad(tokens, (0, -length % ranks)))  # sequence parallelism needs equal shards
+        return logits[:, length - 1]
 
     @torch.no_grad()
     def loss(self, batch: TokenBatch) -> Tensor:

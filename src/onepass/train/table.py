@@ -51,18 +51,18 @@ def compare(config: Config, options: Options, layout: ParallelLayout, batches: B
 
 def _measured(config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool) -> Side:
     _forget(layout.device)
-    found = _steps(config, options, layout, batches, plain)
+    side = _steps(config, options, layout, batches, plain)
     _forget(layout.device)
-    found.loss_mib = _loss_mib(config, options, layout, plain)
-    return found
+    side.loss_mib = _loss_mib(config, options, layout, plain)
+    return side
 
 
 def _steps(config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool) -> Side:
     step = _stepper(config, options, layout, batches, plain)
     losses = [float(layout.average(step(number, learning_rate(number, options)))) for number in range(_STEPS)]
     memory = _memory_gib(layout)
-    found = profile(step, 0, 0.0, warmup=0, steps=1)
-    return Side(found.wall_us / 1e3, memory, sum(found.kernel_names().values()), losses)
+    profiled = profile(step, 0, 0.0, warmup=0, steps=1)
+    return Side(profiled.wall_us / 1e3, memory, sum(profiled.kernel_names().values()), losses)
 
 
 def _stepper(

@@ -94,7 +94,7 @@ def find_files(named: Sequence[str]) -> list[Path]:
     """Return the named files and all files in the named folders. Without names return the standard library's sources."""
     if not named:
         return python_library()
-    found: list[Path] = []
+    files: list[Path] = []
     for name in named:
         path = Path(name)
         if path.is_dir():
@@ -102,12 +102,12 @@ def find_files(named: Sequence[str]) -> list[Path]:
             inside = sorted(p for p, name in there if not _passed_over(name) and not _written_by_a_run(path, name))
             if not inside:
                 raise CommandError(f"--data {name} has no files in it")
-            found += inside
+            files += inside
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
             raise CommandError(f"--data {name} is no file and no folder")
-    return found
+    return files
 
 
 def prepare(

@@ -61,12 +61,12 @@ class CpuThreads:
             return
         probes: dict[int, Probe] = {}
         for threads in _candidates(self.most):
-            probes[threads] = found = probe(threads, self.most)
-            alone = threads == self.most and found.share >= _ALL_OF_IT
-            if alone or found.rate * _WORTH < max(each.rate for each in probes.values()):
+            probes[threads] = measured = probe(threads, self.most)
+            alone = threads == self.most and measured.share >= _ALL_OF_IT
+            if alone or measured.rate * _WORTH < max(probed.rate for probed in probes.values()):
                 break
-        best = max(each.rate for each in probes.values())
-        chosen = next(threads for threads, found in probes.items() if found.rate * _WORTH >= best)
+        best = max(probed.rate for probed in probes.values())
+        chosen = next(threads for threads, measured in probes.items() if measured.rate * _WORTH >= best)
         torch.set_num_threads(chosen)
         if chosen < self.count:
             slower = probes[chosen].rate / probes[self.most].rate
@@ -90,7 +90,7 @@ class CpuThreads:
 
 def _candidates(most: int) -> list[int]:
     """Return all threads, all but one, and then half as many until one."""
-    found = [most, most - 1]
-    while found[-1] > 1:
-        found.append(min(found[-1] - 1, most // 2 if len(found) == 2 else found[-1] // 2))
-    return found
+    counts = [most, most - 1]
+    while counts[-1] > 1:
+        counts.append(min(counts[-1] - 1, most // 2 if len(counts) == 2 else counts[-1] // 2))
+    return counts

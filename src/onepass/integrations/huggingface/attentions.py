@@ -284,8 +284,8 @@ def _interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
             code = with_globals(forward, {INTERFACES: interfaces})
             return _tried(module, layers, hidden, randn(1, _TOKENS, width), by, code=code)
 
-        if (found := find_interface(stock, by, run)) is not None:
-            return found
+        if (interface := find_interface(stock, by, run)) is not None:
+            return interface
     return None
 
 
@@ -296,14 +296,14 @@ def _roles(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, 
     for width, by in product(_widths(module), ("sdpa", "eager")):  # SDPA has no softcap
         layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
         hidden = torch.full((1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
-        found = _tried(module, layers, hidden, randn(1, _TOKENS, width), by)
-        if not isinstance(found, Tensor):
+        y = _tried(module, layers, hidden, randn(1, _TOKENS, width), by)
+        if not isinstance(y, Tensor):
             continue
         asked = [name for name in linears for args, _ in layers[name].calls if args and args[0] is hidden]
         others = [name for name in linears if name not in asked]
         if len(asked) == len(set(asked)) == len(linears) - 1 and len(layers[others[0]].calls) == 1:
             made = layers[others[0]].calls[0][0][0]
-            if found.isfinite().all() and made.isfinite().all():
+            if y.isfinite().all() and made.isfinite().all():
                 return LinearsMatch.found(module, tuple(asked)), others[0]
         break
     return None, linears[-1]
@@ -335,8 +335,8 @@ def _tried(
     options: dict[str, Any] = {"attention_mask": mask} if "attention_mask" in names else {}
     if "position_embeddings" in names:
         options["position_embeddings"] = angles.cos(), angles.sin()
-    found = probe_forward(made, hidden, probed_code=code, **options)
-    return found[0] if isinstance(found, tuple) else found
+    result = probe_forward(made, hidden, probed_code=code, **options)
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _norms_in(module: nn.Module) -> list[str]:
@@ -394,22 +394,22 @@ def _as_whole(
         angles = randn(1, _TOKENS, width // 2, seed=2)
         doubled = angles if rotation is None else rotation.doubled(angles)
         made = {**layers, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
-        found = [_tried(module, made, x, doubled, by, training, mask) for training in (False, True)]
+        results = [_tried(module, made, x, doubled, by, training, mask) for training in (False, True)]
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
         interleaved = rotation is not None and rotation.interleaved
         call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=_EPS)
         for names in permutations(norms):
             weights = (None, None) if not names else (stand_ins[names[0]][0], stand_ins[names[1]][0])
             expected = last(attention_formula(qkv, cos, sin, call, weights=weights)).detach()
-            if all(close(each, expected, 1e-6) for each in found):
+            if all(close(each, expected, 1e-6) for each in results):
                 return replace(whole, norms=names)
     return None
 
 
 def _norm_at(module: nn.Module, name: str) -> NormMatch | None:
     """Return the match of a child that onepass has replaced, as a norm."""
-    found = vars(module._modules[name]).get("_onepass")
-    return found if isinstance(found, NormMatch) else None
+    match = vars(module._modules[name]).get("_onepass")
+    return match if isinstance(match, NormMatch) else None
 
 
 def _are_alike(norms: list[NormMatch | None], size: int) -> bool:
@@ -432,61 +432,61 @@ def replace_attentions(
     made, rows = {}, []
     for name, module in model.named_modules():
         with reads_of(module) as reads:
-            found = find_attention(module, bool(rotates))
-        if found is not None and found.rotation is not None and found.rotation not in rotates:
-            found.original, found.rotation, found.whole = _original(module, None, found.interface), None, None
-        if found is not None and (found.rotation is not None or (qkv and found.projections is not None)):
-            found.snapshot = reads.snapshot()
-            if found.snapshot.reads_tensors:
-                found.whole = None
-            _replace(found, patches, qkv)
-            made[module] = found
-        if found is not None or "attention" in type(module).__name__.lower():
+            match = find_attention(module, bool(rotates))
+        if match is not None and match.rotation is not None and match.rotation not in rotates:
+            match.original, match.rotation, match.whole = _original(module, None, match.interface), None, None
+        if match is not None and (match.rotation is not None or (qkv and match.projections is not None)):
+            match.snapshot = reads.snapshot()
+            if match.snapshot.reads_tensors:
+                match.whole = None
+            _replace(match, patches, qkv)
+            made[module] = match
+        if match is not None or "attention" in type(module).__name__.lower():
             rows += _rows(name, module, made.get(module), qkv, rope, bool(rotates))
     return made, rows
 
 
-def _replace(found: AttentionMatch, patches: Patches, qkv: bool) -> None:
+def _replace(match: AttentionMatch, patches: Patches, qkv: bool) -> None:
     if not qkv:
-        found.projections = found.whole = found.interface = None
-        found.original = _original(found.module, found.rotation, None)
-    elif found.projections is not None:
-        found.projections.replace(patches)
-        for name, layer in zip(found.projections.names, found.projections.linears, strict=True):
-            patches.set_forward(layer, _hand_out, (found, name))
-    patches.set_forward(found.module, _forward, found)
+        match.projections = match.whole = match.interface = None
+        match.original = _original(match.module, match.rotation, None)
+    elif match.projections is not None:
+        match.projections.replace(patches)
+        for name, layer in zip(match.projections.names, match.projections.linears, strict=True):
+            patches.set_forward(layer, _hand_out, (match, name))
+    patches.set_forward(match.module, _forward, match)
 
 
-def _rows(name: str, module: nn.Module, found: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool) -> list[AppliedRow]:
+def _rows(name: str, module: nn.Module, match: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool) -> list[AppliedRow]:
     kind, rows = type(module).__name__, []
     if rope and (rotates or ROTATION in type(module).forward.__code__.co_names):
         why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
         row = partial(AppliedRow, name, kind, "rope")
-        if found is not None and found.rotation is not None:
-            rows.append(row(by="rope", match=RotationMatch(found)))
+        if match is not None and match.rotation is not None:
+            rows.append(row(by="rope", match=RotationMatch(match)))
         else:
             rows.append(row(why=why))
     if qkv:
-        one = found is not None and found.projections is not None
-        whole = None if found is None else found.whole
+        one = match is not None and match.projections is not None
+        whole = None if match is None else match.whole
         by = "linear" if whole is None else "attention"
         if whole is not None:
             by += f", {' and '.join(whole.norms)}" if whole.norms else ""
             by += "" if whole.softcap is None else f", softcap {whole.softcap:g}"
         why = "what its input goes to are not just linear layers"
-        rows.append(AppliedRow(name, kind, "qkv", by=by, match=found) if one else AppliedRow(name, kind, "qkv", why=why))
+        rows.append(AppliedRow(name, kind, "qkv", by=by, match=match) if one else AppliedRow(name, kind, "qkv", why=why))
     return rows
 
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: FoldedNorm | None = None, **options: Any) -> Any:
-    found: AttentionMatch = self._onepass
-    if found.interface is None and masks_nothing(options.get("attention_mask")):
+    match: AttentionMatch = self._onepass
+    if match.interface is None and masks_nothing(options.get("attention_mask")):
         options["attention_mask"] = None
-    if found.suits(hidden_states, args, options, onepass_folded):
-        return found.at_once(hidden_states, options, onepass_folded)
-    return found.by_original(hidden_states, args, options, onepass_folded)
+    if match.suits(hidden_states, args, options, onepass_folded):
+        return match.at_once(hidden_states, options, onepass_folded)
+    return match.by_original(hidden_states, args, options, onepass_folded)
 
 
 def _hand_out(self: Any, x: Tensor) -> Tensor:
-    found, name = self._onepass
-    return found.part(name, self, x)  # type: ignore[no-any-return]
+    match, name = self._onepass
+    return match.part(name, self, x)  # type: ignore[no-any-return]

@@ -62,9 +62,9 @@ def find_experts(module: nn.Module) -> ExpertsMatch | None:
     for up, down in (tuple(shapes), tuple(shapes)[::-1]):
         experts, inner, hidden = shapes[up]
         if shapes[down] == (experts, hidden, inner // 2):
-            found = next((name for name, act in ACTIVATIONS.items() if act.gated and _is(module, up, down, act)), None)
-            if found is not None:
-                return ExpertsMatch(module, up, down, found)
+            activation = next((name for name, act in ACTIVATIONS.items() if act.gated and _is(module, up, down, act)), None)
+            if activation is not None:
+                return ExpertsMatch(module, up, down, activation)
     return None
 
 
@@ -87,11 +87,11 @@ def replace_experts(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     rows = []
     for name, module in model.named_modules():
         with reads_of(module) as reads:
-            found = find_experts(module)
-        if found is not None:
-            found.snapshot = reads.snapshot()
-            patches.set_forward(module, _forward, found)
-            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"grouped products, {found.activation}", match=found))
+            match = find_experts(module)
+        if match is not None:
+            match.snapshot = reads.snapshot()
+            patches.set_forward(module, _forward, match)
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=f"grouped products, {match.activation}", match=match))
         elif "experts" in type(module).__name__.lower():
             rows.append(
                 AppliedRow(name, type(module).__name__, "mlp", why="it computes something else, or by another activation")

@@ -152,10 +152,10 @@ def find_interface(stock: Any, by: str, run: Callable[[Any], object]) -> Interfa
     harmless = {"dropout": 0.0, **({"sliding_window": 2} if options.get("sliding_window") else {})}  # the mask has the window
     mask = torch.full((S, S), float("-inf"), dtype=q.dtype).triu(1)[None, None]
     try:
-        found = stock.get_interface(by, default)(module, q, k, v, mask, **{**options, **harmless})[0]
+        attended = stock.get_interface(by, default)(module, q, k, v, mask, **{**options, **harmless})[0]
         call = AttentionOptions(heads, groups, False, D**-0.5 if scale is None else scale, softcap=softcap or 0.0)
         qkv = torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2).flatten(2)
         expected = attention_formula(qkv, None, None, call, None, sinks)
     except Exception:
         return None
-    return InterfaceCall(by, scale, softcap, sinks is not None) if close(found.flatten(2), expected, 1e-6) else None
+    return InterfaceCall(by, scale, softcap, sinks is not None) if close(attended.flatten(2), expected, 1e-6) else None

@@ -168,10 +168,10 @@ def _shape_of(module: nn.Module, attention: str, mlp: str, norms: list[str], dro
     x = randn(1, 3, 4)
     functions: dict[str, Any] = {attention: torch.sin, mlp: lambda x: torch.cos(1.3 * x)}
     functions |= {name: lambda x, factor=i + 2: factor * x - 0.1 * factor for i, name in enumerate([*norms, *dropouts])}
-    found = [probe_forward(_standing(module, functions, attention, training), x) for training in (False, True)]
+    results = [probe_forward(_standing(module, functions, attention, training), x) for training in (False, True)]
     for shape in _shapes(attention, mlp, norms, dropouts):
         expected = _formula(shape, functions, x)
-        if all(close(each, expected) for each in found):
+        if all(close(each, expected) for each in results):
             return shape
     return None
 
@@ -249,12 +249,12 @@ def replace_layers(
     rows = []
     for name, module in model.named_modules():
         with reads_of(module) as reads:
-            found = find_layer(module, norms, attentions, mlps)
-        if found is not None:
-            found.snapshot = reads.snapshot()
-        if found is not None and not found.snapshot.reads_tensors:
-            patches.set_forward(module, _forward, found)
-            rows.append(AppliedRow(name, type(module).__name__, "norm", by=found.made_by, match=found))
+            match = find_layer(module, norms, attentions, mlps)
+        if match is not None:
+            match.snapshot = reads.snapshot()
+        if match is not None and not match.snapshot.reads_tensors:
+            patches.set_forward(module, _forward, match)
+            rows.append(AppliedRow(name, type(module).__name__, "norm", by=match.made_by, match=match))
         elif any(child in attentions for child in module._modules.values()):
             why = "its norms stay apart: what it makes of its children is not known"
             rows.append(AppliedRow(name, type(module).__name__, "norm", why=why))

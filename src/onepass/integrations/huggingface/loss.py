@@ -117,8 +117,8 @@ class LossMatch:
 
 def _runs_onepass_in_trl(model: nn.Module) -> bool | None:
     """Whether TRL's fused head is onepass's, where TRL has put it around the model's forward; None elsewhere."""
-    found = map(runs_onepass, wrapped_by(vars(model).get("forward")))
-    return next((each for each in found if each is not None), None)
+    answers = map(runs_onepass, wrapped_by(vars(model).get("forward")))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
@@ -134,14 +134,14 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     if isinstance(loss, str):
         return [AppliedRow(name, kind, "loss", why=loss)]
     reads = Reads(causal)
-    found = find_loss_code(causal, head, loss, reads)
-    if isinstance(found, str):
-        return [AppliedRow(name, kind, "loss", why=found)]
+    code = find_loss_code(causal, head, loss, reads)
+    if isinstance(code, str):
+        return [AppliedRow(name, kind, "loss", why=code)]
     snapshot = reads.snapshot()
     if snapshot.reads_tensors:
         return [AppliedRow(name, kind, "loss", why="its forward reads a parameter or a buffer of its own")]
-    _set(causal, head, found, snapshot, patches)
-    by = f"linear_cross_entropy{found}{', LoRA' if is_lora(head) else ''}"
+    _set(causal, head, code, snapshot, patches)
+    by = f"linear_cross_entropy{code}{', LoRA' if is_lora(head) else ''}"
     return [AppliedRow(name, kind, "loss", by=by, match=LossMatch(head, causal, snapshot))]
 
 
@@ -150,9 +150,9 @@ def _kind_of(model: Any, head: Any) -> LossKind | str:
     if head is None:
         return "it has no head"
     if is_lora(head):
-        found = lora_of(head)
-        if isinstance(found, str):
-            return found
+        adapter = lora_of(head)
+        if isinstance(adapter, str):
+            return adapter
     elif type(head).forward is not nn.Linear.forward:
         return f"its head is no plain torch.nn.Linear, but {type(head).__module__}.{type(head).__name__}"
     for owner, whose in ((head, "its head's"), (model, "its")):

@@ -42,8 +42,8 @@ class LossCode:
         if self.bias is None:
             return None
         module, name = self.bias
-        found: Tensor = getattr(model if module is None else module, name)
-        return found.view(-1)
+        bias: Tensor = getattr(model if module is None else module, name)
+        return bias.view(-1)
 
     def __str__(self) -> str:
         if self.softcap is not None:
@@ -143,18 +143,18 @@ class _ProbeModule:
     def __getattr__(self, name: str) -> Any:
         if name == "loss_function":
             return self._trial.loss_function
-        found, reads = getattr(self._module, name), self._trial.reads
-        if isinstance(found, nn.Module):
-            return _ProbeModule(found, self._trial)
-        if isinstance(found, Tensor) and self._trial.may_be_bias(found, self._module):
+        value, reads = getattr(self._module, name), self._trial.reads
+        if isinstance(value, nn.Module):
+            return _ProbeModule(value, self._trial)
+        if isinstance(value, Tensor) and self._trial.may_be_bias(value, self._module):
             self._trial.bias = (None if self._module is reads.module else self._module), name
-            return self._trial.biases.view(found.shape)
+            return self._trial.biases.view(value.shape)
         if self._module is not reads.module:
-            if self._module in self._trial.around and isinstance(found, Tensor):
+            if self._module in self._trial.around and isinstance(value, Tensor):
                 raise ValueError(f"{type(self._module).__name__} reads its {name}")
-            return found
+            return value
         reads.names.add(name)
-        return RecordingConfig(found, reads) if name == "config" else found
+        return RecordingConfig(value, reads) if name == "config" else value
 
 
 class _Hidden:

@@ -190,12 +190,12 @@ def replace_masks(model: nn.Module, patches: Patches) -> list[AppliedRow]:
         if place is None or not any(_attentions_in(layer) for layer in layers):
             continue
         with reads_of(stack) as reads:
-            found, why = _found(stack, place, layers) if stack is not model else (None, "other code reads the model's forward")
-        if found is not None:
-            found.snapshot = reads.snapshot()
-            patches.set_forward(stack, _forward, found)
-        by = None if found is None else _words(found)
-        rows.append(AppliedRow(name, type(stack).__name__, "qkv", by=by, why=why, match=found))
+            match, why = _found(stack, place, layers) if stack is not model else (None, "other code reads the model's forward")
+        if match is not None:
+            match.snapshot = reads.snapshot()
+            patches.set_forward(stack, _forward, match)
+        by = None if match is None else _words(match)
+        rows.append(AppliedRow(name, type(stack).__name__, "qkv", by=by, why=why, match=match))
     return rows
 
 
@@ -209,10 +209,10 @@ def find_mask_path(layer: nn.Module) -> MaskPath | None:
     """Return how this layer's mask comes to its attention, or None where it doesn't come as it is."""
     own = vars(layer).get("_onepass")
     match = own if isinstance(own, LayerMatch) else None
-    found = _attentions_in(layer)
-    if len(found) != 1 or (match is None and own_forward(layer)) or not getattr(found[0][1].module, "is_causal", False):
+    attentions = _attentions_in(layer)
+    if len(attentions) != 1 or (match is None and own_forward(layer)) or not getattr(attentions[0][1].module, "is_causal", False):
         return None
-    name, attention = found[0]
+    name, attention = attentions[0]
     with reads_of(layer) as reads:
         arguments = arguments_of(layer, name)
         if adds_tensors(layer, name):
@@ -253,10 +253,10 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
         return None, "its layers call attention in a way that onepass doesn't know"
     for path, window in zip(paths, windows, strict=True):
         path.attention.window = window
-    found = Stack(stack, place, paths, by, list(parameters_of(stack)))
+    match = Stack(stack, place, paths, by, list(parameters_of(stack)))
     if not plain_only:
-        found.packs, found.pads = (_reads(stack, name, value, hidden) for name, value in _BATCHES.items())
-    return found, None
+        match.packs, match.pads = (_reads(stack, name, value, hidden) for name, value in _BATCHES.items())
+    return match, None
 
 
 _ROWS, _TOKENS, _WINDOW = 2, 6, 2  # of the small batches
@@ -328,9 +328,9 @@ def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor]) -> bool:
     return all(_hides(mask, each & together, kept) for mask, each in zip(own.masks, seen, strict=True))
 
 
-def _words(found: Stack) -> str:
-    attentions = [path.attention for path in found.paths]
-    kinds = [name for name, there in (("packed", found.packs), ("padded", found.pads)) if there]
+def _words(match: Stack) -> str:
+    attentions = [path.attention for path in match.paths]
+    kinds = [name for name, there in (("packed", match.packs), ("padded", match.pads)) if there]
     words = [f"documents for {' and '.join(kinds)} masks" if kinds else "no masks"]
     windows = sorted({each.window for each in attentions if each.window is not None})
     if windows:

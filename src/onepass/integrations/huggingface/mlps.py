@@ -174,14 +174,14 @@ def _activation_of(
     children: dict[str, nn.Module] = {name: layer if wrap is None else wrap(layer) for name, layer in layers.items()}
     children |= {name: Function(lambda y: 3 * y + 1) for name in dropouts}
     x = 3 * randn(7, _HIDDEN)
-    found = [probe_forward(probe(module, children, training=training), x) for training in (False, True)]
+    results = [probe_forward(probe(module, children, training=training), x) for training in (False, True)]
     first = torch.cat([layers[name](x) for name in up], -1).detach()
     for name, act in ACTIVATIONS.items():
         if act.gated == gated:
             inner = act.formula(first[..., :_INNER]) * first[..., _INNER:] if gated else act.formula(first)
             made = last(inner).detach()
             expected = 3 * made + 1 if dropouts else made
-            if all(close(each, expected, 1e-6) for each in found):
+            if all(close(each, expected, 1e-6) for each in results):
                 return name
     return None
 
@@ -190,20 +190,20 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
     made, rows = {}, []
     for name, module in model.named_modules():
         with reads_of(module) as reads:
-            found = find_mlp(module)
-        if isinstance(found, MLPMatch | ActivationMatch):
-            found.snapshot = reads.snapshot()
-            found = "it has parameters or buffers beside its layers'" if found.snapshot.reads_tensors else found
-        if isinstance(found, MLPMatch):
-            found.up.replace(patches)
-            if found.between is not None:
-                found.between.snapshot = found.snapshot
-            made[module] = found
-        if isinstance(found, MLPMatch | ActivationMatch):
-            patches.set_forward(module, _forward, found)
-            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=found.made_by, match=found))
-        elif found is not None or _looks_like_an_mlp(module):
-            rows.append(AppliedRow(name, type(module).__name__, "mlp", why=found or _why(module)))
+            match = find_mlp(module)
+        if isinstance(match, MLPMatch | ActivationMatch):
+            match.snapshot = reads.snapshot()
+            match = "it has parameters or buffers beside its layers'" if match.snapshot.reads_tensors else match
+        if isinstance(match, MLPMatch):
+            match.up.replace(patches)
+            if match.between is not None:
+                match.between.snapshot = match.snapshot
+            made[module] = match
+        if isinstance(match, MLPMatch | ActivationMatch):
+            patches.set_forward(module, _forward, match)
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", by=match.made_by, match=match))
+        elif match is not None or _looks_like_an_mlp(module):
+            rows.append(AppliedRow(name, type(module).__name__, "mlp", why=match or _why(module)))
     return made, rows
 
 

@@ -67,8 +67,8 @@ class NormMatch:
 def find_norm(module: nn.Module) -> NormMatch | None:
     """Return a match if this module is a norm over the last dimension, else None."""
     with reads_of(module) as reads:
-        found = _found(module, reads)
-    return None if found is None else replace(found, snapshot=reads.snapshot())
+        match = _found(module, reads)
+    return None if match is None else replace(match, snapshot=reads.snapshot())
 
 
 def _found(module: nn.Module, reads: Reads) -> NormMatch | None:
@@ -107,12 +107,12 @@ def _by_trial(module: nn.Module, eps: float) -> NormMatch | None:
     }
     small = torch.tensor([1.0, 30.0, 0.01, 1e-3, 1e-4], dtype=FP64).repeat(4)[:_SIZE, None]  # the smallest rows show the epsilon
     x = randn(2, _SIZE, _SIZE) * small  # square: a norm over another dimension runs too, and differs
-    found = probe_forward(probe(module, {}, _parameters=parameters), x)
+    y = probe_forward(probe(module, {}, _parameters=parameters), x)
     shift = None if parameters.get("bias") is None else bias
     for layer, centered in product((True,) if shift is not None else (False, True), (False, True)):
         factor, sizes = weight + 1 if centered else weight, (_SIZE,)
         expected = F.layer_norm(x, sizes, factor, shift, eps) if layer else F.rms_norm(x, sizes, factor, eps)
-        if close(found, expected, _SLACK):
+        if close(y, expected, _SLACK):
             return NormMatch(module, layer, eps, centered)
     return None
 

@@ -82,11 +82,11 @@ def _is(function: Callable[..., Any], how: Rotation) -> bool:
     q, k, angles = randn(2, 3, 5, 8), randn(2, 1, 5, 8, seed=2), randn(2, 5, 4, seed=3)
     cos, sin = angles.cos(), angles.sin()
     try:
-        found = function(q, k, how.doubled(cos), how.doubled(sin))
+        rotated = function(q, k, how.doubled(cos), how.doubled(sin))
     except Exception:
         return False
     expected = (rope_formula(x.transpose(1, 2), cos, sin, how.interleaved).transpose(1, 2) for x in (q, k))
-    return len(found) == 2 and all(close(y, other, 1e-6) for y, other in zip(found, expected, strict=True))
+    return len(rotated) == 2 and all(close(y, other, 1e-6) for y, other in zip(rotated, expected, strict=True))
 
 
 def with_globals(forward: Callable[..., Any], others: dict[str, Any]) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ def head_loss(
     """
     weight = layer.weight if weight is None else weight
     group = layer.tp_group
-    found = linear_cross_entropy(
+    result = linear_cross_entropy(
         hidden,
         weight,
         labels.transpose(0, 1),
@@ -65,7 +65,7 @@ def head_loss(
         deferred=_deferred(weight, layer, config),
         return_stats=("correct",) if count else False,
     )
-    loss, correct = (found[0], found[1].correct.transpose(0, 1)) if count else (found, None)
+    loss, correct = (result[0], result[1].correct.transpose(0, 1)) if count else (result, None)
     return loss.transpose(0, 1).contiguous(), correct
 
 
@@ -168,10 +168,10 @@ def apply(model: Any, *, fp32_logits: bool = False) -> AppliedHead:
     def loss(labels: Tensor, logits: Tensor) -> Any:
         if not call["wanted"]:
             return their_loss(labels, logits)
-        found, call["correct"] = head_loss(
+        losses, call["correct"] = head_loss(
             logits, layer, call["weight"], labels, model.config, fp32_logits, counted and model.training
         )
-        return found
+        return losses
 
     def scale(logits: Tensor) -> Any:
         return logits if call["wanted"] else their_scale(logits)  # the head scales

@@ -152,12 +152,12 @@ def advice(damaged: Path) -> str:
 def _named(folder: Path) -> list[Path]:
     """Return the checkpoints that are complete by their names."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    found = []
+    checkpoints = []
     for name in names:
         matched = _NAME.fullmatch(name)
         if matched and (matched[2] is None or (matched[2] == _REPLACED and matched[1] not in names)):
-            found.append(folder / name)
-    return found
+            checkpoints.append(folder / name)
+    return checkpoints
 
 
 def _number(checkpoint: Path) -> int:
@@ -170,11 +170,11 @@ def _number(checkpoint: Path) -> int:
 
 def saved(folder: Path) -> dict[Path, int]:
     """Return complete checkpoints with their numbers, oldest first. Those with a damaged index are left out."""
-    found = {}
+    numbers = {}
     for checkpoint in _named(folder):
         with suppress(CommandError):
-            found[checkpoint] = _number(checkpoint)
-    return dict(sorted(found.items(), key=lambda each: each[1]))
+            numbers[checkpoint] = _number(checkpoint)
+    return dict(sorted(numbers.items(), key=lambda each: each[1]))
 
 
 def begin(folder: Path, step: int) -> Path:

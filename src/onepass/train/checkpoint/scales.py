@@ -97,13 +97,13 @@ def _as_fp32(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _as_state(found: Mapping[str, Tensor]) -> dict[str, Any]:
-    steps, low, high, started, updated = _whole(found["counts"])
+def _as_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    steps, low, high, started, updated = _whole(tensors["counts"])
     numbers = {"steps": steps, "saturated": low + high * _BASE, "started": started.bool()}
-    if "underflows" in found:
-        low, high = _whole(found["underflows"])
+    if "underflows" in tensors:
+        low, high = _whole(tensors["underflows"])
         numbers["underflowed"] = low + high * _BASE
-    return {**{kind: found[kind] for kind in ("scale", "amax", "history")}, **numbers, "updated": bool(updated[0])}
+    return {**{kind: tensors[kind] for kind in ("scale", "amax", "history")}, **numbers, "updated": bool(updated[0])}
 
 
 def _divided(count: Tensor) -> list[Tensor]:
