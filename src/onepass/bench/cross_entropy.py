@@ -81,9 +81,9 @@ def _trl(case: BenchCase) -> Call:
     function = imported("trl.kernels", "selective_log_softmax_and_entropy")
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        kept = labels >= 0
-        total: Tensor = function(logits, labels, row_mask=kept)[0].sum()
-        return -total / kept.sum()
+        has_loss = labels >= 0
+        total: Tensor = function(logits, labels, row_mask=has_loss)[0].sum()
+        return -total / has_loss.sum()
 
     return in_a_row(loss)
 

@@ -165,9 +165,9 @@ def _logits_policy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tens
     """By logits, as people write it."""
     logits = F.linear(hidden, weight)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    kept = labels >= 0
+    has_loss = labels >= 0
     log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(kept, log_prob, 0.0), torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0.0)
+    return torch.where(has_loss, log_prob, 0.0), torch.where(has_loss, -(log_p.exp() * log_p).sum(-1), 0.0)
 
 
 def _trl(case: BenchCase) -> Call:

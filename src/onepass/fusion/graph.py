@@ -113,8 +113,8 @@ def tensor_key(node: Node) -> object:
 
 def nbytes(node: Node) -> int:
     """Return the bytes of the node's outputs. A symbolic size counts with its traced value."""
-    given = value(node)
-    return sum(_nbytes(tensor) for tensor in (given if isinstance(given, tuple | list) else [given]))
+    result = value(node)
+    return sum(_nbytes(tensor) for tensor in (result if isinstance(result, tuple | list) else [result]))
 
 
 def _nbytes(tensor: Any) -> int:
@@ -201,9 +201,9 @@ class Emitter:
         self.before: Node | None = None  # new nodes go before it
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        given, named = map_arg((args, kwargs), value)
+        values, named = map_arg((args, kwargs), value)
         with torch.no_grad():
-            result = target(*given, **named)
+            result = target(*values, **named)
         if self.before is None:
             raise RuntimeError("the emitter has no place: set `before`")
         with self.graph.inserting_before(self.before):
@@ -239,11 +239,11 @@ class Emitter:
             return self(aten.sym_size.int, *known[key])
         for node in self.graph.nodes:
             assert isinstance(node, Node)
-            given = value(node)
-            if isinstance(given, SymInt) and size_key(given) == key:
+            known_value = value(node)
+            if isinstance(known_value, SymInt) and size_key(known_value) == key:
                 return node
-            if node.op == "placeholder" and isinstance(given, Tensor):
-                for dim, asked in enumerate(given.shape):
+            if node.op == "placeholder" and isinstance(known_value, Tensor):
+                for dim, asked in enumerate(known_value.shape):
                     if size_key(asked) == key:
                         return self(aten.sym_size.int, node, dim)
         raise NoRule(f"a size that changes from call to call, {size}, is nowhere at hand")

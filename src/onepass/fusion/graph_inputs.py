@@ -38,10 +38,10 @@ def with_stable_addresses(compiled: Callable[[list[Any]], Any], places: Sequence
 
 def _copy(inputs: list[Any], places: Sequence[int], own: list[torch.Tensor]) -> None:
     """Replace the inputs at `places` by copies at fixed addresses."""
-    given = [inputs[place] for place in places]
+    moved = [inputs[place] for place in places]
     if not own:
-        own.extend(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given)
+        own.extend(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in moved)
     with torch.no_grad():
-        torch._foreach_copy_(own, given)
+        torch._foreach_copy_(own, moved)
     for place, copy in zip(places, own, strict=True):
         inputs[place] = copy

@@ -97,8 +97,8 @@ def _inline(graph: Graph, node: Node, decompositions: Decompositions) -> None:
     nodes = list(dict.fromkeys(operands_of(node)))
 
     def call(*tensors: Any) -> Any:
-        given = dict(zip(nodes, tensors, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        value_of = dict(zip(nodes, tensors, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), value_of.__getitem__)
         result = decompositions[node.target](*args, **kwargs)
         return tuple(result) if isinstance(result, tuple) else result  # a named tuple would be a call in the graph
 

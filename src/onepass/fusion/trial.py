@@ -23,14 +23,15 @@ class InputSpec:
     is_parameter: bool
 
     @classmethod
-    def like(cls, given: Any) -> InputSpec:
-        if isinstance(given, torch.SymInt):
-            hint = given.node.hint
+    def like(cls, example: Any) -> InputSpec:
+        if isinstance(example, torch.SymInt):
+            hint = example.node.hint
             return cls(lambda: hint, is_parameter=False)
-        if not isinstance(given, Tensor):
-            return cls(lambda: given, is_parameter=False)
-        sizes, strides = ([int(n) for n in numbers] for numbers in (given.shape, given.stride()))
-        dtype, device, parameter, wants_grad = given.dtype, given.device, isinstance(given, nn.Parameter), given.requires_grad
+        if not isinstance(example, Tensor):
+            return cls(lambda: example, is_parameter=False)
+        sizes, strides = ([int(n) for n in numbers] for numbers in (example.shape, example.stride()))
+        dtype, device, wants_grad = example.dtype, example.device, example.requires_grad
+        parameter = isinstance(example, nn.Parameter)
 
         def made() -> Tensor:
             tensor = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
@@ -51,7 +52,7 @@ class FusionTrial:
 
     def times(self) -> Times:
         with unset_fake_temporarily():
-            inputs = [given.made() for given in self.inputs]
+            inputs = [spec.made() for spec in self.inputs]
             clock = clock_for(self.device)
             return Times(*(clock.median(_step(fn, inputs), budget_ms=20.0) for fn in (self.written, self.fused)))
 

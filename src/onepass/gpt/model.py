@@ -390,8 +390,8 @@ def kept_tokens(labels: Tensor, loss_mask: Tensor | None, reduction: str) -> Ten
     """
     if reduction == "mean":
         return 1.0
-    kept = labels != -100 if loss_mask is None else loss_mask * (labels != -100)
-    return kept.float() if reduction == "none" else kept.sum()
+    weights = labels != -100 if loss_mask is None else loss_mask * (labels != -100)
+    return weights.float() if reduction == "none" else weights.sum()
 
 
 def _plain(logits: Tensor, labels: Tensor, reduction: str, config: Config) -> Tensor:
@@ -399,7 +399,7 @@ def _plain(logits: Tensor, labels: Tensor, reduction: str, config: Config) -> Te
     flat = labels.flatten()
     loss = F.cross_entropy(wide, flat, reduction=reduction, label_smoothing=config.label_smoothing)
     if config.z_loss:
-        kept = flat != -100
-        extra = torch.where(kept, config.z_loss * wide.logsumexp(-1).square(), 0.0)
-        loss = loss + (extra if reduction == "none" else extra.sum() / (kept.sum() if reduction == "mean" else 1))
+        has_loss = flat != -100
+        extra = torch.where(has_loss, config.z_loss * wide.logsumexp(-1).square(), 0.0)
+        loss = loss + (extra if reduction == "none" else extra.sum() / (has_loss.sum() if reduction == "mean" else 1))
     return loss.view_as(labels) if reduction == "none" else loss

@@ -56,8 +56,8 @@ def frequencies(config: Config) -> Tensor:
         return turning
     waves = c.rope_scaling_original_max_position_embeddings * turning / (2 * math.pi)
     low, high = c.rope_scaling_low_freq_factor, c.rope_scaling_high_freq_factor
-    kept = ((waves - low) / (high - low)).clamp(0, 1)
-    return turning * (kept + (1 - kept) / c.rope_scaling_factor)
+    unstretched = ((waves - low) / (high - low)).clamp(0, 1)
+    return turning * (unstretched + (1 - unstretched) / c.rope_scaling_factor)
 
 
 def rotated(q: Tensor, k: Tensor, tables: Tables, config: Config) -> Tables:

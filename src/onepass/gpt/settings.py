@@ -28,8 +28,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
             object.__setattr__(self, name, _of_type(name, getattr(self, name), hint))
-        for said in self.contradictions():
-            raise ValueError(said)
+        for message in self.contradictions():
+            raise ValueError(message)
 
     def contradictions(self) -> Iterable[str]:
         """Return a message for each contradiction: the fields, their values and the values that they must have."""

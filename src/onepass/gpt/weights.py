@@ -175,8 +175,8 @@ def _put(home: _Home, entry: Entry, tensors: list[Tensor]) -> None:
     rank, ranks = getattr(home.module, "rank", 0), getattr(home.module, "ranks", 1)
     part = whole if home.division is None or ranks == 1 else part_of(whole, home.division, rank, ranks)
     if part.shape != home.parameter.shape:
-        said = " and ".join(entry.theirs)
-        raise ValueError(f"{said} must make {entry.ours} {tuple(home.parameter.shape)}, but make {tuple(part.shape)}")
+        names = " and ".join(entry.theirs)
+        raise ValueError(f"{names} must make {entry.ours} {tuple(home.parameter.shape)}, but make {tuple(part.shape)}")
     home.parameter.copy_(part)
 
 

@@ -112,18 +112,18 @@ class _CostCall:
     def tensors(self) -> list[TraceInput]:
         """Return the tensors that the operator reads."""
         skipped = self.written if self.base in _WRITTEN_ONLY or not self.in_place() else frozenset()
-        return [given for argument, given in self.named.items() if given.shape is not None and argument not in skipped]
+        return [tensor for argument, tensor in self.named.items() if tensor.shape is not None and argument not in skipped]
 
     def in_place(self) -> bool:
         return bool(self.written) and next(iter(self.named)) in self.written
 
     def value(self, argument: str) -> str:
-        given = self.named.get(argument)
-        return given.value if given is not None else ""
+        known = self.named.get(argument)
+        return known.value if known is not None else ""
 
     @staticmethod
-    def dtype(given: TraceInput) -> torch.dtype | None:
-        return _DTYPES.get(given.dtype or "")
+    def dtype(tensor: TraceInput) -> torch.dtype | None:
+        return _DTYPES.get(tensor.dtype or "")
 
 
 @cache
@@ -135,12 +135,12 @@ def _schemas(name: str) -> list[list[tuple[str, str, bool]]]:
     ]
 
 
-def _fits(kind: str, given: TraceInput) -> bool:
+def _fits(kind: str, argument: TraceInput) -> bool:
     if kind.startswith("List[") or kind.startswith("Optional[List["):
-        return given.shape is None
+        return argument.shape is None
     if "Tensor" in kind:
-        return given.shape is not None or (kind.startswith("Optional") and not given.value)
-    return given.shape is None
+        return argument.shape is not None or (kind.startswith("Optional") and not argument.value)
+    return argument.shape is None
 
 
 # ---- bytes ----
@@ -150,14 +150,14 @@ def _size(shape: tuple[int, ...], dtype: torch.dtype | None) -> int | None:
     return None if dtype is None else math.prod(shape) * dtype.itemsize
 
 
-def _read(given: TraceInput) -> int | None:
+def _read(tensor: TraceInput) -> int | None:
     """Return the bytes of a tensor; expanded dimensions count once. Scalars count 0: a trace shows Python numbers as tensors."""
-    assert given.shape is not None
-    if not given.shape:
+    assert tensor.shape is not None
+    if not tensor.shape:
         return 0
-    strides = given.strides or (1,) * len(given.shape)
-    once = tuple(n for n, stride in zip(given.shape, strides, strict=True) if stride != 0 or n == 0)
-    return _size(once, _CostCall.dtype(given))
+    strides = tensor.strides or (1,) * len(tensor.shape)
+    once = tuple(n for n, stride in zip(tensor.shape, strides, strict=True) if stride != 0 or n == 0)
+    return _size(once, _CostCall.dtype(tensor))
 
 
 def _bytes(call: _CostCall) -> int | None:
@@ -234,8 +234,8 @@ def _gradients(call: _CostCall) -> int | None:
     names = ("input", "weight", "bias") if call.base in _NORM_BACKWARDS else ("query", "key", "value")
     mask = call.value("output_mask").strip("[]").replace(",", " ").split()
     wanted = [name for i, name in enumerate(names) if i >= len(mask) or mask[i] == "True"]
-    given = [call.named[name] for name in wanted if name in call.named and call.named[name].shape is not None]
-    sizes = [_size(tensor.shape or (), _CostCall.dtype(tensor)) for tensor in given]
+    inputs = [call.named[name] for name in wanted if name in call.named and call.named[name].shape is not None]
+    sizes = [_size(tensor.shape or (), _CostCall.dtype(tensor)) for tensor in inputs]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 

@@ -76,7 +76,7 @@ class OperatorCall:
     @property
     def key(self) -> tuple[object, ...]:
         """The operator, shapes and dtypes. Calls with equal keys are the same work."""
-        return (self.name, tuple((given.shape, given.dtype) for given in self.inputs))
+        return (self.name, tuple((tensor.shape, tensor.dtype) for tensor in self.inputs))
 
 
 @dataclass(frozen=True)

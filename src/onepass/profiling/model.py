@@ -164,9 +164,9 @@ def compare(before: Profile, after: Profile) -> Comparison:
     after = onepass.profile(onepass_step)
     print(onepass.compare(before, after))
     """
-    for name, given in (("before", before), ("after", after)):
-        if not isinstance(given, Profile):
-            raise TypeError(f"{name} must be a Profile, as onepass.profile returns it, but is a {type(given).__name__}")
+    for name, profile in (("before", before), ("after", after)):
+        if not isinstance(profile, Profile):
+            raise TypeError(f"{name} must be a Profile, as onepass.profile returns it, but is a {type(profile).__name__}")
     return Comparison(before, after)
 
 

@@ -205,7 +205,7 @@ def _classes(call: OperatorCall) -> int:
 
 def _inner(call: OperatorCall) -> int | None:
     """Return the number of columns of a product's result."""
-    tensors = [given for given in call.inputs if given.shape]
+    tensors = [tensor for tensor in call.inputs if tensor.shape]
     return tensors[-1].shape[-1] if tensors and tensors[-1].shape else None
 
 

@@ -96,8 +96,8 @@ def one_line_of_all_ranks() -> Iterator[None]:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-        said = " ".join(str(error).split())
-        raise CommandError(f"rank {rank}: {type(error).__name__}: {said}", status=1) from None
+        message = " ".join(str(error).split())
+        raise CommandError(f"rank {rank}: {type(error).__name__}: {message}", status=1) from None
 
 
 def check(config: Config, ranks: int) -> None:

@@ -100,8 +100,8 @@ class TrainRun:
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
             self._saturation = Saturation(self.trained.model, self.config, layout, self.size * options.seq_length)
             self._saturation.start()
-            if self.resume is not None and (said := checkpoint.describe_scales(self.resume, self.config)):
-                self.live.say(said)
+            if self.resume is not None and (scales := checkpoint.describe_scales(self.resume, self.config)):
+                self.live.say(scales)
             try:
                 layout.on_first(lambda: self._write_first_files(before, first))
                 self._stepping = True
@@ -214,8 +214,8 @@ class TrainRun:
         value, size = float(self.layout.average(loss)), float(norm)  # waits for the GPU
         lost, heavy = self._saturation.read(counts, step + 1 - self._counted)
         self._counted = step + 1
-        if said := self._saturation.words(heavy):
-            self.live.say(f"step {step + 1}/{self.options.train_iters}  {said}")
+        if warning := self._saturation.words(heavy):
+            self.live.say(f"step {step + 1}/{self.options.train_iters}  {warning}")
         now = time.perf_counter()
         tokens = (step + 1 - self._since) * self.size * self.options.seq_length
         device = self.layout.device
@@ -250,14 +250,14 @@ class TrainRun:
             return []
         with self._not_training():
             longest = self.config.max_position_embeddings
-            found = write(
+            samples = write(
                 self.trained.steps.logits, self.tokens, options.samples, options.sample_tokens, longest, options.seed,
                 self.layout.device, self._documents["valid"] if options.pack else None,
             )  # fmt: skip
         if self.layout.first:
-            said = "\n\n".join(f"{sample.prompt}|||{sample.written}" for sample in found)
-            write_atomically(self.folder / "samples.txt", said + "\n", sync=False)
-        return found
+            written = "\n\n".join(f"{sample.prompt}|||{sample.written}" for sample in samples)
+            write_atomically(self.folder / "samples.txt", written + "\n", sync=False)
+        return samples
 
     # ---- stopping, and saving by time ----
 

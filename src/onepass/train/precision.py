@@ -33,16 +33,16 @@ def describe_precision(config: Config, device: torch.device) -> str:
     ends = f"block {blocks[0] + 1}" if len(blocks) == 1 else f"blocks {blocks[0] + 1} to {blocks[-1] + 1}"
     which = "all blocks" if len(blocks) == config.num_layers else f"{ends} of {config.num_layers}"
     steps = f" of {recipe.amax_history_len} steps" if recipe.scaling == "delayed" else ""
-    kept = ["embedding", "head", "norms"] + ([] if recipe.has_wgrad else ["weight gradients"])
-    kept += [f"{name} ({rows} x {columns}: not multiples of {MULTIPLE})" for name, rows, columns in _unfit(config)]
+    in_16_bits = ["embedding", "head", "norms"] + ([] if recipe.has_wgrad else ["weight gradients"])
+    in_16_bits += [f"{name} ({rows} x {columns}: not multiples of {MULTIPLE})" for name, rows, columns in _unfit(config)]
     experts = ""
     if config.num_moe_experts:
         why = _unfit_experts(config, device)
         experts = "" if why else f", those of experts in e4m3 with scales by row and weight gradients in {config.params_dtype}"
-        kept += [f"experts ({why})"] if why else []
+        in_16_bits += [f"experts ({why})"] if why else []
     return (
         f"The products of {which} run in eight bits ({recipe.types}; {config.fp8_recipe} scales{steps}){experts}; "
-        f"{', '.join(kept[:-1])} and {kept[-1]} stay in {config.params_dtype}."
+        f"{', '.join(in_16_bits[:-1])} and {in_16_bits[-1]} stay in {config.params_dtype}."
     )
 
 

@@ -45,7 +45,7 @@ class _Lock:
         """Make the folder if need be, and lock it. Return what is to be said, if anything."""
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
-        said = None
+        warning = None
         for _ in range(_TRIES):
             self._close()
             self._number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -56,9 +56,9 @@ class _Lock:
                 owner = os.pread(self._number, _MOST, 0).decode(errors="replace").partition("\n")[0] or "another process"
                 raise CommandError(f"{self.folder} must have one run at a time, but {owner} trains there: wait for it") from None
             except OSError as error:
-                said = f"warning: {self.folder} can't be locked ({error.strerror}): a second run in it would not be refused"
+                warning = f"warning: {self.folder} can't be locked ({error.strerror}): a second run in it would not be refused"
             self._owned = self._is_there(self._number)  # its last owner may have removed what was opened
-            if self._owned or said is not None:
+            if self._owned or warning is not None:
                 break
         else:
             raise CommandError(
@@ -69,7 +69,7 @@ class _Lock:
         with suppress(OSError):  # on a full disk it has no name
             os.ftruncate(self._number, 0)
             os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        return said
+        return warning
 
     def _is_there(self, number: int) -> bool:
         with suppress(FileNotFoundError):

@@ -78,9 +78,9 @@ class Stages(nn.Module):
 
     def told(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Broadcast `value` from the rank of the last stage to all ranks of the pipeline. Other ranks pass None."""
-        said = torch.empty(shape, dtype=dtype, device=device) if value is None else value.contiguous()
-        dist.broadcast(said, group=self.pipeline.group, group_src=self.pipeline.size - 1)
-        return said
+        tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.contiguous()
+        dist.broadcast(tensor, group=self.pipeline.group, group_src=self.pipeline.size - 1)
+        return tensor
 
 
 def divided(config: Config) -> list[range]:

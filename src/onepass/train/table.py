@@ -154,8 +154,8 @@ def each_off(config: Config, options: Options, layout: ParallelLayout, batches: 
         _forget(layout.device)
         steps = [_stepper(without(config, names), options, layout, batches) for names in together]
         for names, (step_ms, unrest) in zip(together, _in_turns(steps), strict=True):
-            said = [off for name in names if (off := flags[name]) is not None]
-            yield Without(said, step_ms, _memory_gib(layout), unrest)
+            named = [off for name in names if (off := flags[name]) is not None]
+            yield Without(named, step_ms, _memory_gib(layout), unrest)
         del steps  # free this variant before the next one's memory is measured
 
 

@@ -179,12 +179,12 @@ def _read_record(folder: Path, keep: bool) -> TokensRecord | None:
     if not path.exists():
         return None
     try:
-        said = json.loads(read_regular(path).decode())
-        if type(said.get("key")) is str and type(said["files"]) is int:
-            return TokensRecord(said["vocab_size"], [], {}, said["key"])
-        texts = [(str(name), int(size), int(changed), list(sums)) for name, size, changed, sums in said["texts"]]
-        written = {name: (int(said["written"][name][0]), list(said["written"][name][1])) for name in _WRITTEN}
-        return TokensRecord(said["vocab_size"], texts, written)
+        record = json.loads(read_regular(path).decode())
+        if type(record.get("key")) is str and type(record["files"]) is int:
+            return TokensRecord(record["vocab_size"], [], {}, record["key"])
+        texts = [(str(name), int(size), int(changed), list(sums)) for name, size, changed, sums in record["texts"]]
+        written = {name: (int(record["written"][name][0]), list(record["written"][name][1])) for name in _WRITTEN}
+        return TokensRecord(record["vocab_size"], texts, written)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if keep:
             how = f"can't be read: {error.strerror}" if isinstance(error, OSError) else "is not as it was written"

@@ -270,8 +270,8 @@ def drawn(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             continue
         for name, values in _started_in_fp32(module, own).items():
             parameter = own[name]
-            kept = torch.where(values.to(dtype) == parameter, values, parameter.float())
-            yield f"{path}.{name}" if path else name, kept
+            wide = torch.where(values.to(dtype) == parameter, values, parameter.float())
+            yield f"{path}.{name}" if path else name, wide
 
 
 def _started_in_fp32(module: Any, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -156,12 +156,12 @@ class AttentionMatch:
         running = self.running.get(thread())
         if running is None or self.projections is None or not self.projections.intact():  # wrapped since, for example by PEFT
             return linear_of(layer, x)
-        kept = running.waiting.pop(name, None)
-        if kept is None or kept[0] is not x:
+        waiting = running.waiting.pop(name, None)
+        if waiting is None or waiting[0] is not x:
             made = parts_of(self.projections(x, running.folded), self.projections.sizes)
             running.waiting = {other: (x, part) for other, part in zip(self.projections.names, made, strict=True)}
-            kept = running.waiting.pop(name)
-        return kept[1]
+            waiting = running.waiting.pop(name)
+        return waiting[1]
 
     # ---- as one op ----
 

@@ -22,20 +22,21 @@ def documents_of_lengths(cu_seqlens: object, of_keys: object, device: torch.devi
     return cu_seqlens.to(device, non_blocking=True)
 
 
-def documents_of_rows(given: object, rows: int, tokens: int, device: torch.device, *, padding: bool) -> Tensor | None:
+def documents_of_rows(ids_or_mask: object, rows: int, tokens: int, device: torch.device, *, padding: bool) -> Tensor | None:
     """Return int32 boundaries over all rows, one after the other, or None where each row is one document.
 
     A GPU's host waits once to read two numbers: how many documents there are, and whether a mask has holes. Transformers waits
     too, to see whether there is anything to mask. Tokens that a mask hides are documents of their own, which no other token sees.
     """
     name = "attention_mask" if padding else "position_ids"
-    if not isinstance(given, Tensor) or given.dim() != 2 or given.shape not in ((rows, tokens), (1, tokens)) or not tokens:
+    shapes = (rows, tokens), (1, tokens)
+    if not isinstance(ids_or_mask, Tensor) or ids_or_mask.shape not in shapes or not tokens:
         raise Refused(f"{name} of another shape than [rows, tokens]")
-    if not can_count(given):
+    if not can_count(ids_or_mask):
         raise Refused(f"{name} in a captured graph")
-    given = given.to(device, non_blocking=True)
-    starts = starts_of(given, padding).expand(rows, tokens)
-    holes = has_holes(given) if padding else starts.new_zeros(())
+    ids_or_mask = ids_or_mask.to(device, non_blocking=True)
+    starts = starts_of(ids_or_mask, padding).expand(rows, tokens)
+    holes = has_holes(ids_or_mask) if padding else starts.new_zeros(())
     count, wrong = torch.stack([starts.sum(), holes.long()]).tolist()
     if wrong:
         raise Refused("attention_mask with holes")
@@ -45,18 +46,18 @@ def documents_of_rows(given: object, rows: int, tokens: int, device: torch.devic
     return torch.searchsorted(starts.flatten().cumsum(0), numbers, out_int32=True)  # past the last document: all tokens
 
 
-def starts_of(given: Tensor, padding: bool) -> Tensor:
+def starts_of(ids_or_mask: Tensor, padding: bool) -> Tensor:
     """Return [rows, tokens], true where a document begins: where positions don't go on, or a mask changes."""
     if padding:
-        kept = given.bool()
-        changes = kept[:, 1:] != kept[:, :-1]
+        visible = ids_or_mask.bool()
+        changes = visible[:, 1:] != visible[:, :-1]
     else:
-        changes = given[:, 1:] - given[:, :-1] != 1
+        changes = ids_or_mask[:, 1:] - ids_or_mask[:, :-1] != 1
     return F.pad(changes, (1, 0), value=True)
 
 
 def has_holes(mask: Tensor) -> Tensor:
     """Return whether a row keeps tokens on both sides of some that it hides: those see each other, and are one document."""
-    kept = mask.bool()
-    runs = (kept[:, 1:] & ~kept[:, :-1]).sum(1) + kept[:, 0]
+    visible = mask.bool()
+    runs = (visible[:, 1:] & ~visible[:, :-1]).sum(1) + visible[:, 0]
     return (runs > 1).any()

@@ -99,8 +99,8 @@ class LayerMatch:
             assert h is not None
         else:
             normed, h = self._child(self.shape.before_attention)(x), x
-            given = ((), {"hidden_states": normed}) if self.arguments.by_name else ((normed,), {})
-            made = attention(*given[0], **given[1], **handed_on)[0]
+            inputs = ((), {"hidden_states": normed}) if self.arguments.by_name else ((normed,), {})
+            made = attention(*inputs[0], **inputs[1], **handed_on)[0]
         return self._then(self.shape.after_attention, made), h
 
     def _mlp(self, h: Tensor, late: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -81,11 +81,11 @@ class Stack:
 
     def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         """Return the marker for this call, or None where it is left to transformers."""
-        given = self._given(args, options)
+        inputs = self._given(args, options)
         try:
             if not self._intact(stack) or _MASK in self.names[: len(args)]:
                 return None
-            return self._marker(stack, given)
+            return self._marker(stack, inputs)
         except Refused as reason:
             if not torch.compiler.is_compiling():
                 self.refused[str(reason)] = None
@@ -112,49 +112,49 @@ class Stack:
 
     def _marker(self, stack: Any, everything: dict[str, Any]) -> Tensor | None:
         cache = everything.get("use_cache")
-        given = {name: value for name, value in everything.items() if value is not None and value is not False}
+        inputs = {name: value for name, value in everything.items() if value is not None and value is not False}
         if getattr(stack.config, "use_cache", False) if cache is None else cache:
-            self._check_rows(given, "with a cache, which use_cache=False leaves out, transformers looks for none")
+            self._check_rows(inputs, "with a cache, which use_cache=False leaves out, transformers looks for none")
             raise Refused("a cache")
         for name in everything:
-            if name not in _INPUTS and name not in _HIDING and (name in given or name == "is_causal"):
+            if name not in _INPUTS and name not in _HIDING and (name in inputs or name == "is_causal"):
                 raise Refused(name)
         if self.by != "sdpa" and getattr(stack.config, "output_attentions", False):
             raise Refused("output_attentions")
         if any(path.attention.module.training and drops(path.attention.module) for path in self.paths):
             raise Refused("attention dropout")
-        x = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
-        documents = self._documents(x, given)
+        x = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        documents = self._documents(x, inputs)
         tokens = x.shape[1] if documents is None else x.shape[0] * x.shape[1]
         if x.is_cuda and (documents is not None or self._hides_more(x.shape[1])):
             self._check_kernels(tokens, documents)
         return NOTHING if documents is None else marker_of(documents)
 
-    def _documents(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
+    def _documents(self, x: Tensor, inputs: dict[str, Any]) -> Tensor | None:
         """Return the boundaries of the batch's documents, or None where each row is one."""
         rows, tokens = x.shape[:2]
-        if "cu_seq_lens_q" in given:
-            if _MASK in given:
+        if "cu_seq_lens_q" in inputs:
+            if _MASK in inputs:
                 raise Refused("both cu_seq_lens_q and attention_mask")
-            return documents_of_lengths(given["cu_seq_lens_q"], given.get("cu_seq_lens_k"), x.device, rows)
-        name = _MASK if _MASK in given else _POSITIONS
-        if name not in given:
+            return documents_of_lengths(inputs["cu_seq_lens_q"], inputs.get("cu_seq_lens_k"), x.device, rows)
+        name = _MASK if _MASK in inputs else _POSITIONS
+        if name not in inputs:
             return None
         if not (self.pads if name is _MASK else self.packs):
-            self._check_rows(given, "its own masks part none: give cu_seq_lens_q, as DataCollatorWithFlattening does if asked")
+            self._check_rows(inputs, "its own masks part none: give cu_seq_lens_q, as DataCollatorWithFlattening does if asked")
             raise Refused(f"{name}, by which its own masks part nothing")
-        return documents_of_rows(given[name], rows, tokens, x.device, padding=name is _MASK)
+        return documents_of_rows(inputs[name], rows, tokens, x.device, padding=name is _MASK)
 
-    def _check_rows(self, given: dict[str, Any], why: str) -> None:
+    def _check_rows(self, inputs: dict[str, Any], why: str) -> None:
         """Warn once where positions begin again in a row that transformers takes for one sequence."""
-        if self.warned or _POSITIONS not in given or any(name in given for name in (_MASK, *_CACHE[1:])):
+        if self.warned or _POSITIONS not in inputs or any(name in inputs for name in (_MASK, *_CACHE[1:])):
             return
-        x = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        x = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         if x.is_cuda and self.looked:  # a look waits for the device: the first call's rows stand for all
             return
         self.looked = True
         try:
-            self.warned = documents_of_rows(given[_POSITIONS], x.shape[0], x.shape[1], x.device, padding=False) is not None
+            self.warned = documents_of_rows(inputs[_POSITIONS], x.shape[0], x.shape[1], x.device, padding=False) is not None
         except Refused:  # what has no documents that onepass can see
             return
         if self.warned:

@@ -112,11 +112,11 @@ class MLPMatch:
         if folded is None or not torch.compiler.is_compiling() or self.up.biased or self.down.biased:
             return None
         precision = self.down.precision()
-        given = self.up.weights(), self.down.weight(), self.activation, precision
-        if precision != self.up.precision() or not use_gated_mlp(x, folded.late, *given):
+        layers = self.up.weights(), self.down.weight(), self.activation, precision
+        if precision != self.up.precision() or not use_gated_mlp(x, folded.late, *layers):
             return None
         norm = folded.norm
-        y, folded.h = gated_mlp(x, folded.late, norm.weight, norm.bias, norm.kernel_options, *given)
+        y, folded.h = gated_mlp(x, folded.late, norm.weight, norm.bias, norm.kernel_options, *layers)
         return y
 
 

@@ -43,9 +43,9 @@ def check_compatible(path: Path, theirs: Mapping[str, Any], config: Config) -> N
     ours = facts_of(config)
     apart = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if apart:
-        said = ", ".join(f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here" for name in apart[:_SHOWN])
+        differences = ", ".join(f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here" for name in apart[:_SHOWN])
         more = f", and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
-        raise CommandError(f"the checkpoint {path} must be of this model, but is of another: {said}{more}")
+        raise CommandError(f"the checkpoint {path} must be of this model, but is of another: {differences}{more}")
 
 
 # ---- eight bits ----

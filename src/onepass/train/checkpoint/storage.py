@@ -72,10 +72,10 @@ def _whats_wrong() -> Iterator[None]:
         yield
     except CheckpointException as failed:
         errors = [error for _, (error, _) in sorted(failed.failures.items())]
-        said = [error for error in errors if isinstance(error, (OSError, Damaged))]
-        if not said:
+        causes = [error for error in errors if isinstance(error, (OSError, Damaged))]
+        if not causes:
             raise
-        raise said[0] from None
+        raise causes[0] from None
 
 
 @contextmanager
@@ -129,8 +129,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 def _read_items(chunk: Chunk, metadata: Metadata) -> list[ReadItem]:
     there: Any = metadata.state_dict_metadata.get(chunk.name)
     if there is None or there.size != torch.Size(chunk.shape):
-        said = "none" if there is None else f"one of {list(there.size)}"
-        raise Damaged(f"it must have a tensor {chunk.name} of {list(chunk.shape)}, but has {said}")
+        stored = "none" if there is None else f"one of {list(there.size)}"
+        raise Damaged(f"it must have a tensor {chunk.name} of {list(chunk.shape)}, but has {stored}")
     items = create_read_items_for_chunk_list(chunk.name, there, [_stored(chunk.offsets, chunk.tensor.shape)])
     if sum(math.prod(item.lengths) for item in items) != chunk.tensor.numel():
         raise Damaged(f"it must have all of {chunk.name}, but has a part")
@@ -206,7 +206,7 @@ class _Writer(StorageWriter):
 
 def _header(items: Sequence[WriteItem], id: str) -> bytes:
     """Return a safetensors header: its length, the tensors in JSON, and padding spaces."""
-    said: dict[str, Any] = {"__metadata__": {"id": id}}
+    header: dict[str, Any] = {"__metadata__": {"id": id}}
     at = 0
     for item in items:
         assert item.tensor_data is not None
@@ -215,9 +215,9 @@ def _header(items: Sequence[WriteItem], id: str) -> bytes:
         name = item.index.fqn
         if chunk.sizes != shape:
             name += "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(chunk.offsets, chunk.sizes, strict=True)) + "]"
-        said[name] = {"dtype": "F32", "shape": list(chunk.sizes), "data_offsets": [at, end]}
+        header[name] = {"dtype": "F32", "shape": list(chunk.sizes), "data_offsets": [at, end]}
         at = end
-    text = json.dumps(said).encode()
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
