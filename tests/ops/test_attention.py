@@ -411,7 +411,7 @@ def test_registered_ops_with_tables_are_sound():
     parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts_of(qkv, HEADS, GROUPS)]
     torch.library.opcheck(by_pytorch.rotate_back_op.op, (*parts, *call), test_utils=tests)
     torch.library.opcheck(by_pytorch.normed_op.op, (qkv, cos, sin, *weights, *options), test_utils=tests)
-    for of in ((True, True, True), (False, True, False)):
+    for of in ((True,) * 4, (False, False, True, False)):
         back = *parts, qkv, cos, sin, *weights, *options, *of
         torch.library.opcheck(by_pytorch.normed_back_op.op, back, test_utils=tests)
 

@@ -97,7 +97,7 @@ def test_registered_ops_are_sound():
         torch.library.opcheck(by_pytorch.normed_op.op, (x, cos, sin, *weights, *options), test_utils=tests)
         parts = by_pytorch.rotate_op.op(x, cos, sin, *options)
         torch.library.opcheck(by_pytorch.rotate_back_op.op, (*parts, cos, sin, *options), test_utils=tests)
-        for of in ((True, True, True), (False, True, False)):
+        for of in ((True,) * 4, (False, False, True, False)):
             back = *parts, x, cos, sin, *weights, *options, *of
             torch.library.opcheck(by_pytorch.normed_back_op.op, back, test_utils=tests)
 

@@ -172,11 +172,11 @@ def _normed_fake(qkv: Tensor, cos: Any, sin: Any, q_weight: Any, k_weight: Any, 
 
 def _normed_back(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor,
-    options: AttentionOptions, of_qkv: bool, of_q_weight: bool, of_k_weight: bool, **direct: Any,
+    options: AttentionOptions, needs: HeadGradients, **direct: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of qkv and both weights."""
-    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if of_qkv else None
-    needs, norm = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight), norm_of(options, q_weight, k_weight)
+    """Return the gradients of qkv, which is needed where q is, and both weights."""
+    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if needs.of_q else None
+    norm = norm_of(options, q_weight, k_weight)
     if options.by_group:
         dweights = rotate_groups_back((dq, dk), dqkv, cos, sin, options, (norm, qkv, needs), **direct)
         if dqkv is not None:
@@ -193,10 +193,11 @@ def _normed_back(
 
 
 def _normed_back_fake(
-    dq: Tensor, dk: Any, dv: Any, qkv: Tensor, cos: Any, sin: Any, q_weight: Tensor, k_weight: Tensor, options: Any, *needs: bool
-) -> tuple[Tensor | None, ...]:
-    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if needs[0] else None
-    return dqkv, *(t.new_empty(t.shape) if need else None for t, need in zip((q_weight, k_weight), needs[1:], strict=True))
+    dq: Tensor, dk: Any, dv: Any, qkv: Tensor, cos: Any, sin: Any, q_weight: Tensor, k_weight: Tensor, options: Any,
+    needs: HeadGradients,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dqkv = _empty_qkv(dq, dk, dv, cos, sin, options) if needs.of_q else None
+    return dqkv, *(t.new_empty(t.shape) if need else None for t, need in zip((q_weight, k_weight), needs[2:], strict=True))
 
 
 normed_op = Registered(
@@ -208,10 +209,11 @@ normed_op = Registered(
 )
 normed_back_op = Registered(
     "attention_normed_back(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor cos, Tensor sin, Tensor q_weight, "
-    "Tensor k_weight, AttentionOptions options, bool of_qkv, bool of_q_weight, bool of_k_weight) -> (Tensor?, Tensor?, Tensor?)",
+    "Tensor k_weight, AttentionOptions options, HeadGradients needs) -> (Tensor?, Tensor?, Tensor?)",
     _normed_back,
     _normed_back_fake,
     AttentionOptions,
+    HeadGradients,
     dispatched=partial(_normed_back, keep_scratch=False),
 )
 
@@ -233,7 +235,8 @@ class _NormedParts(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         qkv, cos, sin, *weights = ctx.saved_tensors
         needs, weights, grads = weight_grads(ctx, 3, (dq, dk, dv, qkv), weights)
-        dqkv, *dweights = normed_back_op(dq, dk, dv, qkv, cos, sin, *weights, ctx.options, *needs, **grads.direct())
+        asked = HeadGradients(needs[0], *needs)
+        dqkv, *dweights = normed_back_op(dq, dk, dv, qkv, cos, sin, *weights, ctx.options, asked, **grads.direct())
         return dqkv, *grads.put(dweights), None, None, None
 
 

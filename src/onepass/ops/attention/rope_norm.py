@@ -42,20 +42,18 @@ def _normed_fake(cos: Any, sin: Any, q: Tensor, k: Tensor, *_: Any) -> tuple[Ten
 
 def _normed_back(
     cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
-    options: NormedRopeOptions, of_q: bool, of_k: bool, of_q_weight: bool, of_k_weight: bool, **direct: Any,
+    options: NormedRopeOptions, needs: HeadGradients, **direct: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     interleaved, eps, centered = options
-    norm, needs = QKNorm(q_weight, k_weight, eps, centered), HeadGradients(of_q, of_k, of_q_weight, of_k_weight)
-    return rotate_back(cos, sin, dq, dk, q, k, norm, interleaved, needs, **direct)
+    return rotate_back(cos, sin, dq, dk, q, k, QKNorm(q_weight, k_weight, eps, centered), interleaved, needs, **direct)
 
 
 def _normed_back_fake(
     cos: Any, sin: Any, dq: Any, dk: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
-    options: Any, of_q: bool, of_k: bool, of_q_weight: bool, of_k_weight: bool,
+    options: Any, needs: HeadGradients,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    has_q, has_k = dq is not None, dk is not None
-    needed = (q, of_q and has_q), (k, of_k and has_k), (q_weight, of_q_weight and has_q), (k_weight, of_k_weight and has_k)
-    return tuple(t.new_empty(t.shape) if needs else None for t, needs in needed)
+    needed = zip((q, k, q_weight, k_weight), needs, (dq, dk, dq, dk), strict=True)
+    return tuple(t.new_empty(t.shape) if need and dy is not None else None for t, need, dy in needed)
 
 
 _normed_op = Registered(
@@ -67,11 +65,11 @@ _normed_op = Registered(
 )
 _normed_back_op = Registered(
     "rope_normed_backward(Tensor cos, Tensor sin, Tensor? dq, Tensor? dk, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
-    "NormedRopeOptions options, bool of_q, bool of_k, bool of_q_weight, bool of_k_weight) "
-    "-> (Tensor?, Tensor?, Tensor?, Tensor?)",
+    "NormedRopeOptions options, HeadGradients needs) -> (Tensor?, Tensor?, Tensor?, Tensor?)",
     _normed_back,
     _normed_back_fake,
     NormedRopeOptions,
+    HeadGradients,
     dispatched=partial(_normed_back, keep_scratch=False),
 )
 
@@ -134,7 +132,8 @@ class _NormedRopeFunction(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, q, k, *weights = ctx.saved_tensors
         needs, weights, grads = weight_grads(ctx, 4, (dq, dk, q, k), weights)
-        dq, dk, *dweights = _normed_back_op(cos, sin, dq, dk, q, k, *weights, ctx.options, *needs, **grads.direct())
+        asked = HeadGradients(*needs)
+        dq, dk, *dweights = _normed_back_op(cos, sin, dq, dk, q, k, *weights, ctx.options, asked, **grads.direct())
         return dq, dk, *grads.put(dweights), None, None, None
 
 

@@ -238,10 +238,10 @@ def backward_variant(q: Tensor | None, k: Tensor | None, cos: Tensor) -> str:
 class HeadGradients(NamedTuple):
     """What a backward is to compute."""
 
-    q: bool
-    k: bool
-    q_weight: bool
-    k_weight: bool
+    of_q: bool
+    of_k: bool
+    of_q_weight: bool
+    of_k_weight: bool
 
 
 def rotate_back(
@@ -266,18 +266,18 @@ def rotate_back(
         out: where q's and k's go instead, with last strides of 1; they may be dq and dk themselves.
         into: contiguous tensors that the weights' gradients are added to, as many as are needed of them.
     """
-    of_q, of_k = dq is not None, dk is not None
-    q_out = (empty_like(q) if out is None else out[0]) if needs.q and of_q else None
-    k_out = (empty_like(k) if out is None else out[1]) if needs.k and of_k else None
+    has_q, has_k = dq is not None, dk is not None
+    q_out = (empty_like(q) if out is None else out[0]) if needs.of_q and has_q else None
+    k_out = (empty_like(k) if out is None else out[1]) if needs.of_k and has_k else None
     dq_weight, dk_weight = into or (None, None)
     if into is None:
-        dq_weight = torch.empty_like(norm.q_weight) if needs.q_weight and of_q else None
-        dk_weight = torch.empty_like(norm.k_weight) if needs.k_weight and of_k else None
+        dq_weight = torch.empty_like(norm.q_weight) if needs.of_q_weight and has_q else None
+        dk_weight = torch.empty_like(norm.k_weight) if needs.of_k_weight and has_k else None
     else:
-        dq_weight, dk_weight = dq_weight if of_q else None, dk_weight if of_k else None
+        dq_weight, dk_weight = dq_weight if has_q else None, dk_weight if has_k else None
     found = q_out, k_out, dq_weight, dk_weight
-    some_q = of_q and q.numel() > 0 and (q_out is not None or dq_weight is not None)
-    some_k = of_k and k.numel() > 0 and (k_out is not None or dk_weight is not None)
+    some_q = has_q and q.numel() > 0 and (q_out is not None or dq_weight is not None)
+    some_k = has_k and k.numel() > 0 and (k_out is not None or dk_weight is not None)
     for dweight, some in ((dq_weight, some_q), (dk_weight, some_k)):
         if dweight is not None and into is None and not some:
             dweight.zero_()

@@ -53,7 +53,7 @@ from onepass.ops.loss.row_kernels import (
 )
 from onepass.ops.loss.sharding import shard_cross_entropy
 from onepass.ops.loss.statistics import check_statistics, make_stats
-from onepass.ops.loss.targets import Targets, as_targets, check_class_weight, has_masses, row_weights, split_labels
+from onepass.ops.loss.targets import Targets, VocabColumns, as_targets, check_class_weight, has_masses, row_weights, split_labels
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, not_twice_differentiable, under_functorch
@@ -105,7 +105,7 @@ def _statistics(
     """[parts, planes, rows]."""
     x, _ = as_matrix(logits)
     V = 0 if place is not None else x.shape[1]
-    return _ROWS[use_triton].row_statistics(x, labels, terms, stats, 0, V, place, None, targets)  # type: ignore[no-any-return]
+    return _ROWS[use_triton].row_statistics(x, labels, terms, stats, VocabColumns(0, V, place, None, targets))  # type: ignore[no-any-return]
 
 
 def _targets(probabilities: Tensor | None, class_weight: Tensor | None) -> Targets | None:
@@ -122,8 +122,8 @@ def _whole_losses(
 ) -> RowLosses:  # fmt: skip
     targets, names = _targets(probabilities, class_weight), _names(stats)
     parts = _statistics(logits, labels, None, targets, terms, names, use_triton)
-    found = _ROWS[use_triton].finish_losses(parts, labels, terms, names, logits.shape[-1], logits.dtype, None, targets)
-    return found  # type: ignore[no-any-return]
+    columns = VocabColumns(0, logits.shape[-1], targets=targets)
+    return _ROWS[use_triton].finish_losses(parts, labels, terms, names, logits.dtype, columns)  # type: ignore[no-any-return]
 
 
 def _partial_statistics(
@@ -155,7 +155,8 @@ def _partial_losses(
     """Losses from all ranks' statistics. class_weight: where rows' weights are their labels'."""
     targets = Targets(None, class_weight) if masses else None
     rows = _ROWS[use_triton]
-    return rows.finish_losses(parts, labels, terms, _names(stats), 0, logits, place, targets)  # type: ignore[no-any-return]
+    columns = VocabColumns(0, 0, place, targets=targets)
+    return rows.finish_losses(parts, labels, terms, _names(stats), logits, columns)  # type: ignore[no-any-return]
 
 
 def _logits_gradient(
@@ -167,8 +168,9 @@ def _logits_gradient(
     x, copied = as_matrix(logits)
     out = x if in_place or copied else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     V = 0 if place is not None else x.shape[1]
-    incoming, targets = RowGradients(g, dlse, dlog_prob, dentropy, mass), _targets(probabilities, class_weight)
-    _ROWS[use_triton].row_gradients(x, out, labels, terms, lse, entropy, incoming, 0, V, place, None, targets)
+    incoming = RowGradients(g, dlse, dlog_prob, dentropy, mass)
+    columns = VocabColumns(0, V, place, targets=_targets(probabilities, class_weight))
+    _ROWS[use_triton].row_gradients(x, out, labels, terms, lse, entropy, incoming, columns)
     # not a view, as autograd sees it: of logits that were written over nobody could read one
     return out if out.dim() == logits.dim() else torch.ops.aten._unsafe_view(out, logits.shape)
 

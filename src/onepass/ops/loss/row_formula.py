@@ -13,7 +13,7 @@ from torch import Tensor
 from onepass.ops.loss.formula import LossTerms, RowLosses, as_row_losses, finished_logits, lse_type
 from onepass.ops.loss.row_functions import planes_of
 from onepass.ops.loss.row_kernels import RowGradients
-from onepass.ops.loss.targets import Targets, target_mass, weights_at
+from onepass.ops.loss.targets import VocabColumns, target_mass, weights_at
 from onepass.ops.loss.vocab_mask import allowed_columns
 
 
@@ -23,8 +23,9 @@ def _finished(x: Tensor, terms: LossTerms) -> Tensor:
     return finished_logits(z, terms) if terms.softcap or terms.scale != 1 else z
 
 
-def _places(labels: Tensor, terms: LossTerms, first: int, V: int, place: Tensor | None, W: int) -> tuple[Tensor, Tensor, Tensor]:
+def _places(labels: Tensor, terms: LossTerms, columns: VocabColumns, W: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's label as a column of these logits or 0, whether it is one of them, and whether it counts at all."""
+    first, V, place, *_ = columns
     begin, size = (first, V) if place is None else (first + place[0], place[1])
     counts = (labels != terms.ignore_index) & (labels >= 0) & (labels < size)
     column = labels.long() - begin
@@ -42,20 +43,10 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     yield from (slice(at, at + step) for at in range(0, max(rows, 1), step))
 
 
-def _part(bits: Tensor | None, rows: slice) -> Tensor | None:
-    return bits if bits is None or bits.shape[0] == 1 else bits[rows]
-
-
-def _rows_of(targets: Targets | None, rows: slice) -> Targets | None:
-    if targets is None or targets.probabilities is None:
-        return targets
-    return targets._replace(probabilities=targets.probabilities[rows])
-
-
-def _mass(
-    targets: Targets, labels: Tensor, terms: LossTerms, first: int, V: int, place: Tensor | None, z: Tensor
-) -> Tensor:  # fmt: skip
+def _mass(labels: Tensor, terms: LossTerms, of: VocabColumns, z: Tensor) -> Tensor:
     """The masses of the columns of some rows' logits z."""
+    first, V, place, _, targets, _ = of
+    assert targets is not None
     columns, size = torch.arange(first, first + z.shape[1], device=z.device), V if place is None else place[1]
     columns = columns if place is None else columns + place[0]
     if targets.probabilities is not None:
@@ -63,23 +54,14 @@ def _mass(
     return target_mass(targets, labels, terms.smoothing, columns, size, z.dtype)
 
 
-def row_statistics(
-    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
-    bits: Tensor | None = None, targets: Targets | None = None,
-) -> Tensor:  # fmt: skip
+def row_statistics(x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], columns: VocabColumns) -> Tensor:
     """[1, planes, rows]."""
-    parts = [
-        _statistics(x[rows], labels[rows], terms, stats, first, V, place, _part(bits, rows), _rows_of(targets, rows))
-        for rows in _blocks(x)
-    ]
+    parts = [_statistics(x[rows], labels[rows], terms, stats, columns.of_rows(rows)) for rows in _blocks(x)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _statistics(
-    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None,
-    bits: Tensor | None, targets: Targets | None,
-) -> Tensor:  # fmt: skip
-    M, W = x.shape
+def _statistics(x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], columns: VocabColumns) -> Tensor:
+    (M, W), (first, _, place, bits, targets, _) = x.shape, columns
     z = _finished(x, terms)
     if bits is not None:
         z = z.masked_fill(~allowed_columns(bits, first, W), -torch.inf)
@@ -88,14 +70,14 @@ def _statistics(
     if W == 0:
         part[0] = -torch.inf
         return parts
-    column, mine, _ = _places(labels, terms, first, V, place, W)
+    column, mine, _ = _places(labels, terms, columns, W)
     part[0] = z.amax(-1)
     base = torch.where(part[0] == -torch.inf, 0.0, part[0]).unsqueeze(-1)
     part[2] = torch.where(mine, z.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
     if terms.smoothing or "mean_logit" in stats:
         part[3] = z.sum(-1)
     if targets is not None:
-        mass = _mass(targets, labels, terms, first, V, place, z)
+        mass = _mass(labels, terms, columns, z)
         part[7], part[8] = (mass * z).sum(-1), mass.sum(-1)
     under = z - base
     e = under.exp() if "entropy" in stats else under.exp_()
@@ -123,10 +105,10 @@ def merge_statistics(parts: Tensor, terms: LossTerms, stats: tuple[str, ...]) ->
 
 
 def finish_losses(
-    parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], V: int, logits: torch.dtype,
-    place: Tensor | None = None, targets: Targets | None = None,
-) -> RowLosses:  # fmt: skip
+    parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], logits: torch.dtype, columns: VocabColumns
+) -> RowLosses:
     """Compute rows' losses and statistics from all their parts; `logits` is the logits' type."""
+    _, V, place, _, targets, _ = columns
     one = merge_statistics(parts, terms, stats) if len(parts) > 1 else parts
     largest, total, target, sum_of_logits, surprise, first, squares, *masses = one[0]
     size = V if place is None else place[1]
@@ -163,7 +145,7 @@ def finish_losses(
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None, targets: Targets | None = None,
+    columns: VocabColumns,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     if x.numel():
@@ -171,18 +153,18 @@ def row_gradients(
             some = (None if t is None else t[rows] for t in incoming)
             part = None if entropy is None else entropy[rows]
             each = RowGradients(*some)  # type: ignore[arg-type]
-            of_rows = _rows_of(targets, rows)
-            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, each, first, V, place, of_rows)
-            if bits is not None:
-                out[rows].masked_fill_(~allowed_columns(_part(bits, rows), first, x.shape[1]), 0.0)  # type: ignore[arg-type]
+            own = columns.of_rows(rows)
+            _gradient(x[rows], out[rows], labels[rows], terms, lse[rows], part, each, own)
+            if own.bits is not None:
+                out[rows].masked_fill_(~allowed_columns(own.bits, own.first, x.shape[1]), 0.0)
 
 
 def _gradient(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None, targets: Targets | None,
+    columns: VocabColumns,
 ) -> None:  # fmt: skip
-    W = x.shape[1]
-    column, mine, counts = _places(labels, terms, first, V, place, W)
+    _, V, place, _, targets, _ = columns
+    column, mine, counts = _places(labels, terms, columns, x.shape[1])
     rows = labels != terms.ignore_index
     g = torch.where(counts, incoming.loss, 0.0)
     kept, lse = lse, lse.to(g.dtype)
@@ -214,7 +196,7 @@ def _gradient(
     else:
         d.exp_().mul_((a * less).unsqueeze(-1))
     if targets is not None:
-        d -= g.unsqueeze(-1) * _mass(targets, labels, terms, first, V, place, d)
+        d -= g.unsqueeze(-1) * _mass(labels, terms, columns, d)
     elif terms.smoothing:
         d -= (g * terms.smoothing / (V if place is None else place[1])).unsqueeze(-1)
     d.scatter_add_(-1, column.unsqueeze(-1), torch.where(mine, t, 0.0).unsqueeze(-1).to(d.dtype))
@@ -231,8 +213,8 @@ def row_statistics_and_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], incoming: Tensor
 ) -> Tensor:
     """Return the statistics of whole rows, and write their gradient to out, which may be x."""
-    W = x.shape[1]
-    parts = row_statistics(x, labels, terms, stats, 0, W)
+    columns = VocabColumns(0, x.shape[1])
+    parts = row_statistics(x, labels, terms, stats, columns)
     lse = parts[0, 0].to(lse_type(x.dtype)) + parts[0, 1].log()
-    row_gradients(x, out, labels, terms, lse, None, RowGradients(incoming), 0, W)
+    row_gradients(x, out, labels, terms, lse, None, RowGradients(incoming), columns)
     return parts

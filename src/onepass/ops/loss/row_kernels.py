@@ -37,7 +37,7 @@ from onepass.ops.loss.row_functions import (
     sums_of,
     target_mass,
 )
-from onepass.ops.loss.targets import Targets
+from onepass.ops.loss.targets import Targets, VocabColumns
 from onepass.runtime.sizes import ceil_div, power_of_two
 
 MERGED, MERGED_PARTS = 32, 32  # rows a program merges, and parts at a time
@@ -400,12 +400,9 @@ class RowGradients(NamedTuple):
     mass: Tensor | None = None
 
 
-def row_statistics(
-    x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], first: int, V: int, place: Tensor | None = None,
-    bits: Tensor | None = None, targets: Targets | None = None, room: int = 0,
-) -> Tensor:  # fmt: skip
+def row_statistics(x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], columns: VocabColumns) -> Tensor:
     """Return [parts, planes, rows], a part for each tile of columns."""
-    M, W = x.shape
+    (M, W), (first, V, place, bits, targets, room) = x.shape, columns
     planes, (given, masses) = planes_of(targets), _masses(targets)
     tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits), planes, masses)
     parts = x.new_empty(tiles.used, planes, M, dtype=torch.float32)
@@ -425,10 +422,10 @@ def merge_statistics(parts: Tensor, terms: LossTerms, stats: tuple[str, ...]) ->
 
 
 def finish_losses(
-    parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], V: int, logits: torch.dtype,
-    place: Tensor | None = None, targets: Targets | None = None,
-) -> RowLosses:  # fmt: skip
+    parts: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], logits: torch.dtype, columns: VocabColumns
+) -> RowLosses:
     """Compute rows' losses and statistics from all their parts; `logits` is the logits' type."""
+    _, V, place, _, targets, _ = columns
     count, planes, M = parts.shape
     lse = parts.new_empty(M, dtype=lse_type(logits))
     rest = *stats, *([] if targets is None else ["mass"])
@@ -444,10 +441,10 @@ def finish_losses(
 
 def row_gradients(
     x: Tensor, out: Tensor, labels: Tensor, terms: LossTerms, lse: Tensor, entropy: Tensor | None, incoming: RowGradients,
-    first: int, V: int, place: Tensor | None = None, bits: Tensor | None = None, targets: Targets | None = None, room: int = 0,
+    columns: VocabColumns,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
-    M, W = x.shape
+    (M, W), (first, V, place, bits, targets, room) = x.shape, columns
     given, masses = _masses(targets)
     tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms, _bits_row(bits), masses)
     launch(

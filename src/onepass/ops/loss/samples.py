@@ -17,6 +17,7 @@ from onepass.ops.loss.formula import STATISTICS, LossTerms
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.statistics import check_statistics
+from onepass.ops.loss.targets import VocabColumns
 from onepass.runtime.random_calls import FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
@@ -292,12 +293,13 @@ def _both_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall
         x, labels = meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
         incoming, place = meta(2048, dtype=torch.float32), torch.empty(2, dtype=torch.int64, device="meta")
         whole_row_kernels.row_statistics_and_gradients(x, x, labels, terms, STATISTICS, incoming)
+        columns = VocabColumns(0, 0, place)
         parts = row_kernels.merge_statistics(
-            row_kernels.row_statistics(x, labels, terms, STATISTICS, 0, 0, place), terms, STATISTICS
+            row_kernels.row_statistics(x, labels, terms, STATISTICS, columns), terms, STATISTICS
         )
-        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, STATISTICS, 0, dtype, place)
+        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, STATISTICS, dtype, columns)
         each = row_kernels.RowGradients(*[incoming] * 4)
-        row_kernels.row_gradients(x, x, labels, terms, found.logsumexp, found.entropy, each, 0, 0, place)
+        row_kernels.row_gradients(x, x, labels, terms, found.logsumexp, found.entropy, each, columns)
         return x
 
     said = "softcap and smoothing" if terms.softcap else ""
@@ -377,9 +379,10 @@ def _padded_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCa
         x, incoming = buffer[:, :width], meta(2048, dtype=torch.float32)
         out = meta(2048, room, dtype=torch.bfloat16)[:, :width] if dtype is torch.float32 else x
         whole_row_kernels.row_statistics_and_gradients(x, out, labels, terms, (), incoming, room)
-        row_kernels.row_statistics(x, labels, terms, (), 0, width, None, None, None, room)
+        columns = VocabColumns(0, width, room=room)
+        row_kernels.row_statistics(x, labels, terms, (), columns)
         each = row_kernels.RowGradients(incoming)
-        row_kernels.row_gradients(x, out, labels, terms, incoming, None, each, 0, width, None, None, None, room)
+        row_kernels.row_gradients(x, out, labels, terms, incoming, None, each, columns)
         return buffer
 
     said = "all terms" if terms.softcap else ""

@@ -27,6 +27,25 @@ class Targets(NamedTuple):
         return self.class_weight if self.probabilities is None else None
 
 
+class VocabColumns(NamedTuple):
+    """Which columns of the vocabulary a block of logits has, and what is known of its rows in them."""
+
+    first: int  # the block's first, among this rank's
+    V: int  # of the whole vocabulary; not read where there is a place
+    place: Tensor | None = None  # [2]: this rank's first token, and the number of all
+    bits: Tensor | None = None  # the columns that the distribution has, [rows or 1, bytes]
+    targets: Targets | None = None
+    room: int = 0  # columns that a row of memory has, where they are more than the logits'; for kernels
+
+    def of_rows(self, rows: slice) -> VocabColumns:
+        bits, targets = self.bits, self.targets
+        if bits is not None and bits.shape[0] > 1:
+            bits = bits[rows]
+        if targets is not None and targets.probabilities is not None:
+            targets = targets._replace(probabilities=targets.probabilities[rows])
+        return self._replace(bits=bits, targets=targets)
+
+
 def as_targets(probabilities: Tensor | None, class_weight: Tensor | None) -> Targets | None:
     return None if probabilities is None and class_weight is None else Targets(probabilities, class_weight)
 

@@ -20,7 +20,7 @@ from onepass.ops.loss.head.steps import HeadOps
 from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.reduction import row_gradient
 from onepass.ops.loss.row_kernels import RowGradients
-from onepass.ops.loss.targets import as_targets
+from onepass.ops.loss.targets import VocabColumns, as_targets
 
 
 class TokenRows(NamedTuple):
@@ -106,7 +106,7 @@ class CrossEntropyRows:
                 logits.x, logits.out, labels, self.terms, self.stats, g, *self._room(logits)
             )
         columns = self._columns(chunk, logits)
-        return self.rows.row_statistics(logits.x, labels, self.terms, self.stats, *columns)  # type: ignore[no-any-return]
+        return self.rows.row_statistics(logits.x, labels, self.terms, self.stats, columns)  # type: ignore[no-any-return]
 
     def exchange(self, parts: list[Tensor]) -> Pending:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -116,9 +116,8 @@ class CrossEntropyRows:
 
     def finish(self, chunk: TokenChunk, logits: LogitsBlock, sent: Pending) -> None:
         head, labels = self.head, chunk.take(self.labels)
-        done: RowLosses = self.rows.finish_losses(
-            sent.wait(), labels, self.terms, self.stats, head.columns, head.logits, head.place, self.targets
-        )
+        columns = VocabColumns(0, head.columns, head.place, targets=self.targets)
+        done: RowLosses = self.rows.finish_losses(sent.wait(), labels, self.terms, self.stats, head.logits, columns)
         if self.adopts and chunk.whole:
             self.found = done
         else:
@@ -145,16 +144,15 @@ class CrossEntropyRows:
         self, chunk: TokenChunk | Chunks, logits: LogitsBlock, labels: Tensor, lse: Tensor, entropy: Tensor | None,
         incoming: RowGradients,
     ) -> None:  # fmt: skip
-        of_columns = self._columns(chunk, logits)
-        self.rows.row_gradients(logits.x, logits.out, labels, self.terms, lse, entropy, incoming, *of_columns)
+        columns = self._columns(chunk, logits)
+        self.rows.row_gradients(logits.x, logits.out, labels, self.terms, lse, entropy, incoming, columns)
 
-    def _columns(self, chunk: TokenChunk | Chunks, logits: LogitsBlock) -> tuple[Any, ...]:
-        """The rows' functions' last arguments: what they need to know of the columns, and of the rows in these columns."""
+    def _columns(self, chunk: TokenChunk | Chunks, logits: LogitsBlock) -> VocabColumns:
         bits = self.bits if self.bits is None or self.bits.shape[0] == 1 else chunk.take(self.bits)
         targets = self.targets
         if targets is not None and targets.probabilities is not None:
             targets = targets._replace(probabilities=chunk.take(targets.probabilities))
-        return logits.first, self.head.columns, self.head.place, bits, targets, *self._room(logits)
+        return VocabColumns(logits.first, self.head.columns, self.head.place, bits, targets, logits.room)
 
     def _room(self, logits: LogitsBlock) -> tuple[int, ...]:
         """The kernels' last argument, which the formula has not."""
