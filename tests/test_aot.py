@@ -71,7 +71,7 @@ def test_launches_are_those_of_the_call():
     names = dict(zip(forward.kernel.jit.arg_names, forward.args, strict=True))
     assert (names["x_ptr"], names["weight_ptr"], names["codes_ptr"]) == (torch.bfloat16, torch.float32, None)
     assert (names["M"], names["H"], names["X_ROW"]) == (16384, 16384, 32768)
-    assert column_sum.name == "kernels.column_sum column_sum"
+    assert column_sum.name == "kernels.column_reduce column_sum"
 
 
 def test_kernels_that_triton_would_not_compile_twice_are_listed_once():
