@@ -151,7 +151,7 @@ FLOORS = {
 NOTES = {
     "cross_entropy": "Liger's forward makes the gradient too, and its backward hardly anything: both together take it longer.",
     "attention": "onepass and its peers are deterministic, but for the rows *any order*: there onepass has deterministic=False, "
-    "and peers may add in any order."
+    "and peers may add in any order.",
 }
 
 
@@ -576,9 +576,7 @@ def both_headline(title, path, case):
     rows = [row for row in results["rows"] if row["case"] == case]
     peers = [row for row in peers_of(rows) if row["contender"] != own(rows)["reference"]]
     peer = min(peers, key=lambda row: row["forward_ms"] + row["backward_ms"])
-    ours, peer = (
-        (row["contender"], row["forward_ms"] + row["backward_ms"], row["peak_mib"] / 1024) for row in (own(rows), peer)
-    )
+    ours, peer = ((row["contender"], row["forward_ms"] + row["backward_ms"], row["peak_mib"] / 1024) for row in (own(rows), peer))
     return headline_line(f"{title} ({short(results['hardware']['name'])})", "ms", 1, ours, peer, ".1f")
 
 

@@ -93,15 +93,16 @@ def _random_norm(layer: bool, draw: Draw) -> RandomCall:
 def _random_gated_norm(draw: Draw) -> RandomCall:
     dtype = draw.dtype()
     width, group_size = draw.choose(((max(_NARROWEST, draw.width()), None), (64, 16), (36, 4), (51, 17)), (6, 1, 1, 1))
-    lead = draw.lead()
-    tensors = {"x": RandomTensor((*lead, width), dtype), "z": RandomTensor((*lead, width), draw.beside(dtype))}
+    lead, norm_first = draw.lead(), draw.flag(0.6)
+    kind = "number" if norm_first else "finite"  # infinity times a gate of 0 is NaN: from z = -87.3 on, in the formula from -88.7
+    tensors = {name: RandomTensor((*lead, width), to, kind) for name, to in (("x", dtype), ("z", draw.beside(dtype)))}
     if draw.flag(0.8):
         tensors["weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
     options: dict[str, Any] = {
         "eps": draw.choose((1e-5, _least_eps(group_size or width), 0.1)),
         "zero_centered_gamma": "weight" in tensors and draw.flag(0.3),
         "activation": draw.choose(("silu", "sigmoid"), (3, 1)),
-        "norm_before_gate": draw.flag(0.6),
+        "norm_before_gate": norm_first,
         "group_size": group_size,
     }
     return RandomCall(tensors, options, partial(gated_rms_norm_reference, **options))
