@@ -119,11 +119,12 @@ def test_a_norm_and_an_activation_in_front_of_a_first_call(recipe, width):
 
 def test_a_default_device():
     """What the host reads later is copied into its own memory."""
+    x = drawn(1, TOKENS, K)
     torch.set_default_device("cuda")
     try:
         layer = onepass.nn.Linear(K, N, precision="fp8", dtype=BF16)
         for _ in range(3):
-            layer(drawn(1, TOKENS, K)).sum().backward()
+            layer(x).sum().backward()
     finally:
         torch.set_default_device(None)
     torch.cuda.synchronize()

@@ -94,8 +94,11 @@ def _random_gated_norm(draw: Draw) -> RandomCall:
     dtype = draw.dtype()
     width, group_size = draw.choose(((max(_NARROWEST, draw.width()), None), (64, 16), (36, 4), (51, 17)), (6, 1, 1, 1))
     lead, norm_first = draw.lead(), draw.flag(0.6)
-    kind = "number" if norm_first else "finite"  # infinity times a gate of 0 is NaN: from z = -87.3 on, in the formula from -88.7
-    tensors = {name: RandomTensor((*lead, width), to, kind) for name, to in (("x", dtype), ("z", draw.beside(dtype)))}
+    # A gate in front: infinity times one of 0 is NaN, from z = -87.3 on, in the formula from -88.7; and exp(z) is right to
+    # |z| / 2 units in the last place, which shows where all of a group lies there.
+    kinds = ("number", "number") if norm_first else ("finite", "tame")
+    shape, types = (*lead, width), (dtype, draw.beside(dtype))
+    tensors = {name: RandomTensor(shape, to, kind) for name, to, kind in zip("xz", types, kinds, strict=True)}
     if draw.flag(0.8):
         tensors["weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
     options: dict[str, Any] = {
