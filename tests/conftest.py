@@ -66,9 +66,10 @@ def group(world):
 def pytest_pyfunc_call(pyfuncitem):
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     world = arguments.pop("group", None)
-    if world is not None:
-        world.run(pyfuncitem.function, **arguments)
-    return world
+    if not isinstance(world, World):
+        return None  # pytest calls it
+    world.run(pyfuncitem.function, **arguments)
+    return True
 
 
 def pytest_terminal_summary(terminalreporter):

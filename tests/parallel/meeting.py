@@ -49,6 +49,8 @@ def serve(rank, ranks, folder, backend, pipe):
 
     try:
         join(rank, ranks, folder, backend)
+        crash = open(f"{folder}/crash-{rank}.txt", "w")  # noqa: SIM115, as long as the process
+        faulthandler.enable(crash)
         while call := pipe.recv_bytes():
             module, name, args, options = pickle.loads(call)
             torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """The fixture `world`: what ranks return, and what a test is told of ranks that fail, die or hang."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -34,6 +35,10 @@ def dying(group):
     dist.barrier(group)
 
 
+def crashing(group):
+    ctypes.string_at(0)
+
+
 def hanging(group):
     if group.rank() == 1:
         time.sleep(100)
@@ -58,6 +63,7 @@ def test_ranks_return_what_the_function_does_and_stay(world):
     [
         (failing, r"failing failed\non rank 1: Traceback(.|\n)*in failing\n(.|\n)*ValueError: a rank's own words\n"),
         (dying, "dying failed\non rank 1: the process ended with exit code -9"),
+        (crashing, "(?s)crashing failed\non rank [01].* exit code -11\nFatal Python error: Segmentation fault\n.*in crashing\n"),
         (leaving_a_backend, "(?s)leaving_a_backend failed\non rank 0, 1: .*leaving_a_backend has left a backend chosen"),
     ],
 )

@@ -109,7 +109,9 @@ class World:
             return torch.load(io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False)
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(GRACE)
-            return f"the process ended with exit code {self._processes[rank].exitcode}", None
+            crash = Path(self._folder.name, f"crash-{rank}.txt")
+            said = crash.read_text() if crash.exists() else ""
+            return f"the process ended with exit code {self._processes[rank].exitcode}\n{said}", None
 
     def close(self, at_once=False):
         """End the processes. They leave the process group together, unless `at_once`."""
