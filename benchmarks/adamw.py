@@ -22,8 +22,6 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,10 +32,10 @@ from torch import nn
 
 from onepass.gradients import adamw_kernels as kernels
 from onepass.parallel import AdamW, MainGrads, MasterWeights
+from onepass.runtime.ceilings import clock_for, copy_bandwidth
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CLIP = 1.0
-_AHEAD = 4_000_000  # cycles, about 2 ms
 
 
 def shapes(layers: int, hidden: int, inner: int, vocabulary: int) -> Iterator[tuple[int, ...]]:
@@ -85,30 +83,9 @@ class Bench:
     def __init__(self, sizes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, rounds: int) -> None:
         self.sizes, self.dtype, self.device, self.rounds = sizes, dtype, device, rounds
         self.parameters = sum(torch.Size(size).numel() for size in sizes)
-        self.copy = self.copy_bandwidth()
-
-    def copy_bandwidth(self) -> float:
-        x = torch.empty(min(1 << 30, 4 * self.parameters), dtype=torch.uint8, device=self.device)
-        y = torch.empty_like(x)
-        return 2 * x.numel() / self.seconds(lambda: y.copy_(x))
-
-    def seconds(self, step: Callable[[], object]) -> float:
-        step()
-        times = []
-        for _ in range(self.rounds):
-            if self.device.type == "cpu":
-                start = perf_counter()
-                step()
-                times.append(perf_counter() - start)
-                continue
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_AHEAD)  # the step is queued meanwhile: its time is the GPU's own
-            first.record()
-            step()
-            last.record()
-            torch.cuda.synchronize()
-            times.append(first.elapsed_time(last) / 1e3)
-        return median(times)
+        self.clock = clock_for(device)
+        self.held = torch.cuda.memory_allocated() if device.type == "cuda" else 0  # by the clock
+        self.copy = 1e9 * copy_bandwidth(self.clock, min(1 << 30, 4 * self.parameters))
 
     def row(
         self, name: str, make: Callable[[MainGrads, float | None], Callable[[], object]], clip: float | None
@@ -120,14 +97,15 @@ class Bench:
             buffer.normal_()
         step = make(main_grads, clip)
         step()  # state is made
-        found = {"name": name + (", clipped" if clip is not None else ""), "ms": 1e3 * self.seconds(step)}
+        ms = self.clock.median(lambda _: step(), rounds=self.rounds)
+        found = {"name": name + (", clipped" if clip is not None else ""), "ms": ms}
         floor = (34 if self.dtype is torch.float16 else 32) + 4 * (clip is not None)
-        found["of_copy"] = floor * self.parameters / (found["ms"] / 1e3) / self.copy
+        found["of_copy"] = floor * self.parameters / (ms / 1e3) / self.copy
         if self.device.type == "cuda":
-            found["kept_mib"] = torch.cuda.memory_allocated() / 2**20
+            found["kept_mib"] = (torch.cuda.memory_allocated() - self.held) / 2**20
             torch.cuda.reset_peak_memory_stats()
             step()
-            found["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20 - found["kept_mib"]
+            found["peak_mib"] = (torch.cuda.max_memory_allocated() - self.held) / 2**20 - found["kept_mib"]
         main_grads.close()
         return found
 

@@ -13,6 +13,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if os.environ.get("TRITON_INTERPRET"):  # a spawned process doesn't import conftest
     import onepass.testing.interpreter
@@ -65,6 +66,19 @@ def serve(rank, ranks, folder, backend, pipe):
     except BaseException:
         answer(traceback.format_exc())
         pipe.poll(None)  # the end of this process would fail the others' collectives, which are not what went wrong
+
+
+class SentSizes(TorchDispatchMode):
+    """In the block collect how many numbers each collective sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "c10d_functional" in str(function) and "wait" not in str(function):
+            self.sizes.append(args[0].numel())
+        return function(*args, **(kwargs or {}))
 
 
 def ways(backend=None):

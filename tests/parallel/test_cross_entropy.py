@@ -6,9 +6,8 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.meeting import drawn, every_other_rank, ways
+from parallel.meeting import SentSizes, drawn, every_other_rank, ways
 from parallel.worlds import FOURS, PAIRS
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass.distributed.collectives import vocab_range
@@ -135,19 +134,11 @@ def test_each_rank_finds_its_place(group):
 
 def test_what_is_sent_is_a_size_and_the_rows_statistics(group):
     _, logits, labels, _ = shard(group, PARTS[group.size()])
-    sizes = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "c10d_functional" in str(function) and "wait" not in str(function):
-                sizes.append(args[0].numel())
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
+    with SentSizes() as sent:
         loss = onepass.cross_entropy(logits, labels, group)
-        assert sizes == [1, PLANES * LEAD[0] * LEAD[1]]
+        assert sent.sizes == [1, PLANES * LEAD[0] * LEAD[1]]
         loss.backward()
-    assert len(sizes) == 2
+    assert len(sent.sizes) == 2
 
 
 def test_errors_say_what_to_do(group):

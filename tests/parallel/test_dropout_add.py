@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ops.calls import relative
-from parallel.meeting import drawn, ways
+from parallel.meeting import SentSizes, drawn, ways
 from parallel.worlds import PAIRS
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -106,19 +105,11 @@ def test_nothing_is_dropped(world, options):
 
 def test_a_seed_and_a_number_of_rows_are_sent(group):
     x, residual, bias, dy = leaves(group, True)
-    sizes = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "c10d_functional" in str(function) and "wait" not in str(function):
-                sizes.append(args[0].numel())
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
+    with SentSizes() as sent:
         for p in (P, 0.0):
             onepass.dropout_add(x, residual, p, bias=bias, tp_group=group, sequence_parallel=True).backward(dy)
         onepass.dropout_add(x, residual, P, tp_group=group)
-    assert sizes == [2, 1]  # both, where the sequence is divided; nothing, where nothing is dropped; the seed
+    assert sent.sizes == [2, 1]  # both, where the sequence is divided; nothing, where nothing is dropped; the seed
 
 
 @cache
