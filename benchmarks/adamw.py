@@ -1,6 +1,6 @@
 """A whole optimizer step over fp32 gradients, in one pass and in five.
 
-    python benchmarks/adamw.py [--json FILE] [--dtype bf16] [--tiles CHUNK,BLOCK,WARPS ...] [--small]
+    python benchmarks/adamw.py [--json FILE] [--dtype bf16] [--small]
 
 Weights of the shapes of Llama 1B (16 layers, hidden 2048, MLP 8192, vocabulary 128256, tied: 1.24 billion), gradients as
 MainGrads has them. Milliseconds, medians over the rounds; peak MiB above what was there before the step:
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from onepass.gradients import adamw_kernels as kernels
 from onepass.parallel import AdamW, MainGrads, MasterWeights
 from onepass.runtime.ceilings import clock_for, copy_bandwidth
 
@@ -120,26 +118,6 @@ class Bench:
             for clip in (None, CLIP):
                 yield self.row(name, make, clip)
 
-    def tiled(self, tiles: list[str]) -> Iterator[dict[str, Any]]:
-        for each in tiles:
-            with _tiles(each):
-                yield self.row(f"onepass {each}", onepass_step, None)
-
-
-@contextmanager
-def _tiles(said: str) -> Iterator[None]:
-    names = ("_CHUNK", "_BLOCK", "_WARPS")
-    before = [getattr(kernels, name) for name in names]
-    try:
-        for name, value in zip(names, map(int, said.split(",")), strict=True):
-            setattr(kernels, name, value)
-        kernels._bind_adamw.cache_clear()
-        yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(kernels, name, value)
-        kernels._bind_adamw.cache_clear()
-
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     made = Table("", "ms", "of copy", "kept MiB", "peak MiB above", title=title)
@@ -153,13 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--tiles", nargs="*", default=[], metavar="CHUNK,BLOCK,WARPS", help="others to try")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = torch.device("cpu" if args.small else "cuda")
     sizes = [*shapes(2, 512, 2048, 8192)] if args.small else [*shapes(16, 2048, 8192, 128256)]
     bench = Bench(sizes, DTYPES[args.dtype], device, 7 if args.small else 20)
-    rows = [*bench.rows(), *bench.tiled(args.tiles)]
+    rows = [*bench.rows()]
     title = f"{bench.parameters / 1e9:.3f} billion {args.dtype} weights, copy {bench.copy / 1e12:.2f} TB/s"
     Console(width=130).print(table(rows, title))
     write(args.json, device, dtype=args.dtype, copy=bench.copy, rows=rows)

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from onepass.bench.record import commit, device_name, versions
 from onepass.profiling.trace import Interval
-from onepass.runtime.ceilings import Clock, clock_for
 
 _CYCLES = 120_000_000  # about 60 ms
 
@@ -65,16 +63,6 @@ def step_ms(step: Callable[[], object], rounds: int, steps: int) -> tuple[list[f
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) / steps * 1e3)
     return times, queued
-
-
-def median_ms(step: Callable[[], object]) -> float:
-    """Return the milliseconds of a step alone, which finds the L2 overwritten."""
-    return _clock().median(lambda _: step())
-
-
-@cache
-def _clock() -> Clock:
-    return clock_for(torch.device("cuda"))
 
 
 def peak_mib(step: Callable[[], object]) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.benching import changed
 from torch import Tensor
 
 from onepass.bench import ahead, norm, runner
@@ -52,7 +53,7 @@ def _warns(case: BenchCase) -> Call:
 def _compile(*contenders: Contender, case: BenchCase = CASE) -> list[str]:
     _Twice.threads = []
     ticks: list[str] = []
-    bench = dataclasses.replace(norm.BENCH, contenders=lambda _: list(contenders))
+    bench = changed(norm.BENCH, contenders=lambda _: list(contenders))
     tasks = ahead.tasks_of([runner.BenchPlan(bench, [case], lambda _: True, quick=True)])
     ahead.compile_ahead(tasks, clock_for(DEVICE), ticks.append)
     assert len(ticks) == len(tasks)
@@ -108,7 +109,7 @@ def test_an_interruption_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _Twice.threads = []
     peers = [Contender("first", _twice), *(Contender(f"peer {i}", waits) for i in range(50))]
-    bench = dataclasses.replace(norm.BENCH, contenders=lambda _: peers)
+    bench = changed(norm.BENCH, contenders=lambda _: peers)
     tasks = ahead.tasks_of([runner.BenchPlan(bench, [CASE], lambda _: True)])
     with pytest.raises(KeyboardInterrupt):
         ahead.compile_ahead(tasks, clock_for(DEVICE), interrupt)

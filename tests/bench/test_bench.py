@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench, made, only
+from bench.benching import bench, changed, made, only
 from torch import Tensor
 
 from onepass.bench import accuracy, bias_activation, command, options, record, registry, runner
@@ -26,13 +25,13 @@ from onepass.runtime import ceilings
 @pytest.fixture(autouse=True)
 def _one_tiny_case(monkeypatch: pytest.MonkeyPatch, one_round: None) -> None:
     case = bias_activation.BENCH.case("swiglu", (33, 40), torch.bfloat16)
-    monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, cases=lambda *_: [case]))
+    monkeypatch.setattr(bias_activation, "BENCH", changed(bias_activation.BENCH, cases=lambda *_: [case]))
 
 
 def with_contenders(monkeypatch: pytest.MonkeyPatch, *more: Contender) -> None:
     ours = bias_activation.BENCH.contenders
-    changed = dataclasses.replace(bias_activation.BENCH, contenders=lambda case: [*ours(case), *more])
-    monkeypatch.setattr(bias_activation, "BENCH", changed)
+    one_more = changed(bias_activation.BENCH, contenders=lambda case: [*ours(case), *more])
+    monkeypatch.setattr(bias_activation, "BENCH", one_more)
 
 
 def rows_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -139,7 +138,7 @@ def test_who_has_no_row_is_named_with_the_reason(
 def test_ours_being_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Eager rounds its intermediates: fine for a peer, not for us."""
     eager = Contender("onepass", as_written(bias_activation._eager), ours=True)
-    monkeypatch.setattr(bias_activation, "BENCH", dataclasses.replace(bias_activation.BENCH, contenders=lambda case: [eager]))
+    monkeypatch.setattr(bias_activation, "BENCH", changed(bias_activation.BENCH, contenders=lambda case: [eager]))
     assert bench("bias_activation") == 1
     assert "onepass is wrong, or raised, in swiglu 33x40" in capsys.readouterr().out
 
@@ -204,7 +203,7 @@ def test_a_row_nobody_wrote_is_seen() -> None:
     case = bias_activation.BENCH.case("gelu", (4000, 64), torch.bfloat16)
     inputs = bias_activation.BENCH.inputs(case, torch.device("cpu"), torch.Generator())
     got = accuracy.outputs(made(bias_activation, case), inputs)
-    formula = bias_activation.BENCH.formula(case)
+    formula = bias_activation.BENCH.formula_of(case)
     right, baseline = accuracy.errors(formula, inputs, got, with_baseline=True)
     assert not accuracy.too_far(right, {name: 1.25 * error + 1e-6 for name, error in baseline.items()})
     got["dx"][17] = float("nan")
@@ -216,9 +215,9 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = bias_activation.BENCH.case("geglu", (50, 8), torch.float32)
     inputs = bias_activation.BENCH.inputs(case, torch.device("cpu"), torch.Generator())
     got = accuracy.outputs(made(bias_activation, case, "eager"), inputs)
-    whole, _ = accuracy.errors(bias_activation.BENCH.formula(case), inputs, got, with_baseline=True)
+    whole, _ = accuracy.errors(bias_activation.BENCH.formula_of(case), inputs, got, with_baseline=True)
     monkeypatch.setitem(accuracy._CHUNK, "cpu", 16 * 7)  # seven rows at a time, and one left over
-    parts, _ = accuracy.errors(bias_activation.BENCH.formula(case), inputs, got, with_baseline=True)
+    parts, _ = accuracy.errors(bias_activation.BENCH.formula_of(case), inputs, got, with_baseline=True)
     assert parts == pytest.approx(whole, rel=1e-9)
     assert max(parts.values()) < 1e-6
 

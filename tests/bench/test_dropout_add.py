@@ -26,7 +26,7 @@ def test_every_contender_is_right(variant: str, monkeypatch: pytest.MonkeyPatch)
     stand_in(monkeypatch, {"megatron.core.fusions.fused_bias_dropout": {"bias_dropout_add_fused_train": _megatron}})
     case, inputs = given(variant)
     check_contenders(dropout_add, case, inputs)
-    assert dropout_add.BENCH.backend(case, inputs) in ("triton", "torch")
+    assert dropout_add.BENCH.backend_of(case, inputs) in ("triton", "torch")
 
 
 def test_one_that_errs_is_caught() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.benching import made
+from bench.benching import changed, made
 from torch import Tensor
 
 import onepass
@@ -46,7 +44,7 @@ def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
         return call
 
     contenders = [Contender("waits", asks_the_gpu), *norm.BENCH.contenders(case)[:3]]  # onepass, eager, torch.compile
-    plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True)
+    plan = runner.BenchPlan(changed(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True)
     seeds = torch.Generator(clock.device)
     result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
     rows = {row.contender: row for row in result.rows}
@@ -64,7 +62,7 @@ def test_large_cases_are_not_timed_in_a_graph() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
     case = norm.BENCH.case("rms", (4096, 4096), torch.bfloat16)
     ours = norm.BENCH.contenders(case)[:1]
-    plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: ours), [case], lambda _: True)
+    plan = runner.BenchPlan(changed(norm.BENCH, contenders=lambda _: ours), [case], lambda _: True)
     seeds = torch.Generator(clock.device)
     result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
     assert result.rows[0].forward_graph_us is None
@@ -74,7 +72,7 @@ def test_a_quick_run_times_the_cpu_on_the_case_itself() -> None:
     clock = clock_for(torch.device("cuda", torch.cuda.current_device()))
     case, ticks = norm.BENCH.case("rms", (256, 4096), torch.bfloat16), []
     contenders = norm.BENCH.contenders(case)[:2]  # onepass, eager
-    plan = runner.BenchPlan(dataclasses.replace(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True, quick=True)
+    plan = runner.BenchPlan(changed(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True, quick=True)
     found = list(runner.measure(plan, clock, Ceilings(4000.0, 1 << 20, None), ticks.append))
     assert len(ticks) == plan.steps(clock.device)
     (result,) = found

@@ -50,7 +50,7 @@ def test_ours_is_judged_by_a_product_of_what_is_stored() -> None:
     case, inputs = given("rms")
     got = accuracy.outputs(made(norm_linear, case), inputs)
     _, allowed = accuracy.judged(norm_linear.BENCH, case, inputs, got, ours=True)
-    _, rounded_once = accuracy.errors(norm_linear.BENCH.formula(case), inputs, got, with_baseline=True)
+    _, rounded_once = accuracy.errors(norm_linear.BENCH.formula_of(case), inputs, got, with_baseline=True)
     assert allowed["y"] > 1.25 * rounded_once["y"] + 1e-6
 
     def rounds_twice(x: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:

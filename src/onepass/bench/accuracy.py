@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onepass.bench.model import BenchCase, Call, Inputs, OpBench, differentiate, outputs_of
+from onepass.bench.define import OpBench
+from onepass.bench.model import BenchCase, Call, Inputs, differentiate, outputs_of
 
 _WHOLE = 1 << 31  # elements that a baseline makes at a time, several of them
 _CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # fp64 elements at a time; the formula needs a dozen such tensors
@@ -25,7 +26,7 @@ def judged(
     bench: OpBench, case: BenchCase, inputs: Inputs, got: dict[str, Tensor], ours: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the errors of a contender's outputs and gradients, and the allowed errors."""
-    formula = bench.formula(case)
+    formula = bench.formula_of(case)
     found, baseline = errors(formula, inputs, got, with_baseline=ours and bench.baseline is None)
     if not ours:
         return found, dict.fromkeys(found, allowed_to_peers(case))

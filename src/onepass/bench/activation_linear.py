@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
 from onepass.bench.inputs import Random
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported
@@ -103,7 +103,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 
 _APART = "has no activation with the product that follows, alone"
-BENCH = define_bench(
+BENCH = OpBench(
     "activation_linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
     options=lambda case: {"activation": case.kind}, weights=(1,), baseline=_baseline, reference="separate",
     without={name: _APART for name in ("Liger", "Apex", "Megatron-core", "Transformer Engine")},

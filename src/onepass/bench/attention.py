@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.bench import attention_options as with_options
-from onepass.bench.define import Shape, Shapes, bind, define_bench, of_each
+from onepass.bench.define import OpBench, Shape, Shapes, bind, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import compiled, imported, needs_gpu
@@ -219,7 +219,7 @@ def _peers(case: BenchCase) -> list[Contender]:
     return [*peers, flash, flex, Contender("torch.compile", _compiled, compiles=True)]
 
 
-BENCH = define_bench(
+BENCH = OpBench(
     "attention", _SHAPES, (1, 64, 4, 2, 64), _bytes_moved, _inputs, _peers,
     options=_options, keywords=_keywords, ours=_ours, formula=_formula, baseline=_baseline,
     reference=lambda case: "flex_attention" if case.variant in _OPTIONS else "rope + SDPA", around=_in_order,

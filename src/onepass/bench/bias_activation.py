@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, liger_rows, on_copies
@@ -139,7 +139,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 
 _IN_PRODUCTS = "has activations in matrix products only"
-BENCH = define_bench(
+BENCH = OpBench(
     "bias_activation", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
     options=lambda case: {"activation": _activation(case)},
     keywords=lambda case: ("linear",) if case.variant in _PAIRS else (),

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from onepass.bench import ahead, huggingface, record, registry, runner
-from onepass.bench.model import BenchCase, Contender, CpuTimes, OpBench
+from onepass.bench.define import OpBench
+from onepass.bench.model import BenchCase, Contender, CpuTimes
 from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
 from onepass.bench.record import BenchRun
@@ -166,7 +167,7 @@ def _contender_names(pairs: list[tuple[OpBench, BenchCase]]) -> list[str]:
 
 def _ours_runs_as(plan: runner.BenchPlan, device: torch.device) -> str:
     case = plan.bench.tiny(plan.cases[0])
-    return plan.bench.backend(case, plan.bench.inputs(case, device, torch.Generator(device=device)))
+    return plan.bench.backend_of(case, plan.bench.inputs(case, device, torch.Generator(device=device)))
 
 
 def _without(plans: list[runner.BenchPlan], peers: Iterable[str]) -> list[str]:

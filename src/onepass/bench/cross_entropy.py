@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, in_a_row, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, in_a_row, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported, liger_cute, needs_cute, on_copies
@@ -98,7 +98,7 @@ def _peers(case: BenchCase) -> list[Contender]:
     return peers
 
 
-BENCH = define_bench(
+BENCH = OpBench(
     "cross_entropy", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
     options=lambda case: {"label_smoothing": _SMOOTHING[case.variant]}, ours=_ours, formula=_formula,
     without={

@@ -1,4 +1,4 @@
-"""Make an op's benchmark of what its case file says. What the file doesn't say follows from the op's record.
+"""OpBench: an op's benchmark, of what its case file says. What the file doesn't say follows from the op's record.
 
 The record (runtime/op.py) has the public function, which is the contender "onepass"; the formula, in the op's samples.py; and
 `explain`, which says what backend runs the call. All three are called with the case's tensors and options.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from onepass.bench import fp8
 from onepass.bench.inputs import Random
-from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, OpBench
+from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import compiled
 from onepass.runtime.backend import explain, find_op
 from onepass.runtime.fp8 import unfit_gpu
@@ -48,86 +49,95 @@ def of_each(variants: Iterable[str], shapes: Sequence[Shape]) -> ShapesOf:
     return {variant: shapes for variant in variants}
 
 
-def define_bench(
-    op: str,
-    shapes: Shapes,
-    tiny: Shape,
-    bytes_moved: Callable[[str, Shape, int], tuple[int, int]],
-    inputs: Callable[[BenchCase, Random], Inputs],
-    peers: Callable[[BenchCase], list[Contender]],
-    *,
-    name: Callable[[BenchCase], str] | None = None,
-    options: Callable[[BenchCase], dict[str, Any]] = lambda case: {},
-    keywords: Callable[[BenchCase], tuple[str, ...]] = lambda case: (),
-    ours: Callable[..., Call] | None = None,
-    weights: Sequence[int] = (),
-    formula: Callable[[BenchCase], Call] | None = None,
-    baseline: Callable[[BenchCase], Call] | None = None,
-    backend: Callable[[BenchCase, Inputs], str] | None = None,
-    reference: str | Callable[[BenchCase], str] | None = None,
-    around: Callable[[BenchCase], AbstractContextManager[None]] = lambda case: nullcontext(),
-    without: dict[str, str] | None = None,
-    in_fp8: bool = False,
-) -> OpBench:
-    """Return an op's benchmark.
+@dataclass
+class OpBench:
+    """An op's benchmark: what its case file says, and what follows.
 
     Args:
         op: the name of the case file.
-        tiny: a shape so small that the CPU's time dominates.
+        tiny_shape: so small that the CPU's time dominates.
         bytes_moved: returns what forward and backward must move, for a variant, a shape and the bytes of a number.
+        draw: returns the tensors of a call.
         peers: returns the contenders but onepass, in the order of the table's rows.
         name: returns the op's name in its record, where that is not `op`.
         keywords: returns the names of the last tensors, where the op takes them by name.
-        ours, formula, backend: in place of what follows from the record. With `weights`, `ours` gets a precision too.
+        ours, backend: in place of what follows from the record. With `weights`, `ours` gets a precision too.
+        formula: the same. It works in any dtype: exact in fp64, the baseline in fp32.
         weights: places of the products' weights among the tensors. Cases in eight bits have a row for each recipe.
-        baseline, reference, around, without: see OpBench.
+        baseline: for matrix products: rounds their operands to the case's dtype.
+        reference: for compute-bound ops: the contender that times are relative to, in place of a copy.
+        around: returns the context that contenders run in.
+        without: says of packages why they have nothing to compare.
         in_fp8: all variants are in eight bits, not only those whose names say so.
     """
 
-    def name_of(case: BenchCase) -> str:
-        return op if name is None else name(case)
+    op: str
+    shapes: Shapes
+    tiny_shape: Shape
+    bytes_moved: Callable[[str, Shape, int], tuple[int, int]]
+    draw: Callable[[BenchCase, Random], Inputs]
+    peers: Callable[[BenchCase], list[Contender]]
+    _: KW_ONLY
+    name: Callable[[BenchCase], str] = lambda case: case.op
+    options: Callable[[BenchCase], dict[str, Any]] = lambda case: {}
+    keywords: Callable[[BenchCase], tuple[str, ...]] = lambda case: ()
+    ours: Callable[..., Call] | None = None
+    weights: Sequence[int] = ()
+    formula: Callable[[BenchCase], Call] | None = None
+    baseline: Callable[[BenchCase], Call] | None = None
+    backend: Callable[[BenchCase, Inputs], str] | None = None
+    reference: str | Callable[[BenchCase], str] | None = None
+    around: Callable[[BenchCase], AbstractContextManager[None]] = lambda case: nullcontext()
+    without: dict[str, str] = field(default_factory=dict)
+    in_fp8: bool = False
 
-    def case_of(variant: str, shape: Shape, dtype: torch.dtype) -> BenchCase:
-        moved = bytes_moved(variant, shape, dtype.itemsize)
-        return BenchCase(op, variant, shape, dtype, *moved, fp8=in_fp8 or variant.endswith(FP8))
+    def case(self, variant: str, shape: Shape, dtype: torch.dtype) -> BenchCase:
+        moved = self.bytes_moved(variant, shape, dtype.itemsize)
+        return BenchCase(self.op, variant, shape, dtype, *moved, fp8=self.in_fp8 or variant.endswith(FP8))
 
-    def cases(device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
-        found = [case_of(variant, shape, dtype) for variant, each in shapes.of(device, quick).items() for shape in each]
-        return [case for case in found if not case.fp8 or has_fp8(device)]
+    def tiny(self, case: BenchCase) -> BenchCase:
+        return self.case(case.variant, self.tiny_shape, case.dtype)
 
-    def called(case: BenchCase, function: Callable[..., Any], **more: Any) -> Call:
-        return bind(function, options(case) | more, keywords(case))
+    def cases(self, device: torch.device, dtype: torch.dtype, quick: bool) -> list[BenchCase]:
+        by_variant = self.shapes.of(device, quick).items()
+        cases = [self.case(variant, shape, dtype) for variant, shapes in by_variant for shape in shapes]
+        return [case for case in cases if not case.fp8 or has_fp8(device)]
 
-    def by_record(case: BenchCase, precision: Precision = None) -> Call:
-        return called(case, find_op(name_of(case)).function, **({} if precision is None else {"precision": precision}))
+    def inputs(self, case: BenchCase, device: torch.device, generator: torch.Generator) -> Inputs:
+        return self.draw(case, Random(case, device, generator))
 
-    def contenders(case: BenchCase) -> list[Contender]:
-        run = ours or by_record
-        mine = fp8.ours(case, run, weights) if case.fp8 and weights else [Contender("onepass", run, ours=True)]
-        return [*mine, *peers(case)]
+    def contenders(self, case: BenchCase) -> list[Contender]:
+        make = self.ours or self._by_record
+        ours = fp8.ours(case, make, self.weights) if self._has_recipes(case) else [Contender("onepass", make, ours=True)]
+        return [*ours, *self.peers(case)]
 
-    def formula_of(case: BenchCase) -> Call:
-        known = name_of(case)
-        return called(case, find_op(known).samples.SAMPLES[known].formula)
+    def formula_of(self, case: BenchCase) -> Call:
+        if self.formula is not None:
+            return self.formula(case)
+        name = self.name(case)
+        return self._bound(case, find_op(name).samples.SAMPLES[name].formula)
 
-    def backend_of(case: BenchCase, given: Inputs) -> str:
-        explanation: Any = called(case, partial(explain, name_of(case)))(*given.tensors.values())
+    def backend_of(self, case: BenchCase, inputs: Inputs) -> str:
+        """Return the onepass backend that runs the call."""
+        if self.backend is not None:
+            return self.backend(case, inputs)
+        explanation: Any = self._bound(case, partial(explain, self.name(case)))(*inputs.tensors.values())
         return str(explanation.backend)
 
-    def reference_of(case: BenchCase) -> str | None:
-        if case.fp8 and weights:
+    def reference_of(self, case: BenchCase) -> str | None:
+        if self._has_recipes(case):
             return fp8.reference(case)
-        return reference(case) if callable(reference) else reference
+        return self.reference(case) if callable(self.reference) else self.reference
 
-    return OpBench(
-        op, case_of, cases,
-        inputs=lambda case, device, generator: inputs(case, Random(case, device, generator)),
-        contenders=contenders,
-        formula=formula or formula_of,
-        tiny=lambda case: case_of(case.variant, tiny, case.dtype),
-        backend=backend or backend_of,
-        without=without or {}, baseline=baseline, reference_of=reference_of, around=around,
-    )  # fmt: skip
+    def _has_recipes(self, case: BenchCase) -> bool:
+        return case.fp8 and bool(self.weights)
+
+    def _by_record(self, case: BenchCase, precision: Precision = None) -> Call:
+        more = {} if precision is None else {"precision": precision}
+        return self._bound(case, find_op(self.name(case)).function, **more)
+
+    def _bound(self, case: BenchCase, function: Callable[..., Any], **more: Any) -> Call:
+        return bind(function, self.options(case) | more, self.keywords(case))
 
 
 def has_fp8(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported
@@ -127,7 +127,7 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 
 
 _NONE = "has no dropout with a residual"
-BENCH = define_bench(
+BENCH = OpBench(
     "dropout_add", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers, ours=_ours, formula=_formula, backend=_backend,
     without=dict.fromkeys(("Liger", "QuACK", "Apex", "Transformer Engine"), _NONE),
 )  # fmt: skip

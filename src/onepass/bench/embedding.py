@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 
@@ -103,7 +103,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 
 _NONE = "has no embedding of its own"
-BENCH = define_bench(
+BENCH = OpBench(
     "embedding", _SHAPES, (64, 64, 128), _bytes_moved, _inputs, _peers,
     without={
         "Liger": "its embedding adds to the gradient with atomics, in the storage type", "QuACK": _NONE, "Apex": _NONE,

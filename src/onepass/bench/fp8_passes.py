@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, as_written, by_pytorch, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Inputs, Result
 from onepass.bench.peers import once
@@ -208,7 +208,7 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
     return "triton" if triton_unsupported(inputs.tensors["x"]) is None else "torch"
 
 
-BENCH = define_bench(
+BENCH = OpBench(
     "fp8_passes", _SHAPES, (64, 128), _bytes_moved, _inputs, lambda case: by_pytorch(_eager),
     ours=_ours, formula=_formula, baseline=as_written(_eager), backend=_backend, in_fp8=True,
     without={"torchao": "its casts are torch.compile's", "Transformer Engine": "its casts are inside of its modules"},

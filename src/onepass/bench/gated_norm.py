@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported
@@ -79,7 +79,7 @@ def _peers(case: BenchCase) -> list[Contender]:
     return [*by_pytorch(_eager), fla, Contender("mamba-ssm", _mamba, package="mamba-ssm")]
 
 
-BENCH = define_bench(
+BENCH = OpBench(
     "gated_norm", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
     name=lambda case: "gated_rms_norm", options=_options,
     without={"Megatron-core": "takes the norm from Transformer Engine, and gates in a compiled function"},

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
 from onepass.bench.inputs import Random, give_main_grad
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported
@@ -97,7 +97,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 
 _APART = "has no linear layer with a main_grad"
-BENCH = define_bench(
+BENCH = OpBench(
     "linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
     weights=(1,), baseline=lambda case: partial(fp8.baseline_linear, case), reference="F.linear + add_",
     without={"Liger": _APART, "Apex": "its kernel is in wgrad", "Megatron-core": "uses Apex's",

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, as_written, by_pytorch, define_bench, in_a_row, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, as_written, by_pytorch, in_a_row, of_each
 from onepass.bench.heads import head_products
 from onepass.bench.inputs import Random, give_main_grad
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
@@ -254,7 +254,7 @@ def _floor(case: BenchCase) -> str:
 
 
 _APART = "has no loss of hidden states"
-BENCH = define_bench(
+BENCH = OpBench(
     "linear_cross_entropy", _SHAPES, (16, 64, 128), _bytes_moved, _inputs, _peers,
     ours=_ours, formula=_formula, baseline=as_written(_eager), reference=_floor,
     without={

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -90,24 +89,6 @@ class Contender:
     def slow_start(self) -> bool:
         """Whether it compiles for seconds, in one thread at a time: --quick leaves it out."""
         return self.compiles or self.name in _BY_CUTE
-
-
-@dataclass(frozen=True)
-class OpBench:
-    """An op's benchmark: what define.py makes of a case file."""
-
-    op: str
-    case: Callable[[str, tuple[int, ...], torch.dtype], BenchCase]  # variant, shape, dtype
-    cases: Callable[[torch.device, torch.dtype, bool], list[BenchCase]]  # device, dtype, quick
-    inputs: Callable[[BenchCase, torch.device, torch.Generator], Inputs]
-    contenders: Callable[[BenchCase], list[Contender]]
-    formula: Callable[[BenchCase], Call]  # works in any dtype: exact in fp64, the baseline in fp32
-    tiny: Callable[[BenchCase], BenchCase]  # the same variant at a size where the CPU's time dominates
-    backend: Callable[[BenchCase, Inputs], str]  # the onepass backend that runs such a call
-    without: dict[str, str]  # package -> why it has nothing to compare
-    baseline: Callable[[BenchCase], Call] | None  # for matrix products: rounds their operands to the case's dtype
-    reference_of: Callable[[BenchCase], str | None]  # for compute-bound ops: times are relative to this contender's, not a copy's
-    around: Callable[[BenchCase], AbstractContextManager[None]]  # the context that contenders run in
 
 
 @dataclass

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, bind, by_pytorch, define_bench
+from onepass.bench.define import OpBench, Run, Shape, Shapes, bind, by_pytorch
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, in_fp32, liger_rows, once, wide, with_parameters
@@ -196,7 +196,7 @@ def _peers(case: BenchCase) -> list[Contender]:
     return peers
 
 
-BENCH = define_bench(
+BENCH = OpBench(
     "norm", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
     name=lambda case: f"{_kind(case)}_norm", options=_options, keywords=_keywords, formula=_formula,
     without={"Megatron-core": "takes its norms from Apex, Transformer Engine or PyTorch"},

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
 from onepass.bench.inputs import Random
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, with_parameters
@@ -110,7 +110,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 
 _APART = "has no norm with the product that follows"
-BENCH = define_bench(
+BENCH = OpBench(
     "norm_linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
     options=lambda case: {"norm": f"{case.kind}_norm", "eps": _EPS},
     keywords=lambda case: ("norm_bias",) if case.variant == "layer" else (),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import Shape, Shapes, define_bench
+from onepass.bench.define import OpBench, Shape, Shapes
 from onepass.bench.inputs import Random
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, Result
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
@@ -96,7 +96,7 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 
 
 _IN_FP8 = "has no products in eight bits"
-BENCH = define_bench(
+BENCH = OpBench(
     "norm_mlp", _SHAPES, _TINY, _bytes_moved, _inputs, _peers,
     ours=_ours, weights=(2, 3), formula=_formula, baseline=_baseline, backend=_backend,
     without={"Liger": _IN_FP8, "QuACK": _IN_FP8, "Apex": _IN_FP8, "Megatron-core": "takes them from Transformer Engine"},

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 import onepass.bench
-from onepass.bench.model import OpBench
+from onepass.bench.define import OpBench
 from onepass.runtime.op import OPS
 
 _OF_SEVERAL_OPS = {"fp8_passes", "norm_mlp", "wgrad"}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, liger_cute, needs_cute, on_copies, once
@@ -202,7 +202,7 @@ def _peers(case: BenchCase) -> list[Contender]:
     return [*peers, Contender("QuACK", _quack, package="QuACK")]
 
 
-BENCH = define_bench(
+BENCH = OpBench(
     "rope", _SHAPES, (1, 64, 8, 8, 64), _bytes_moved, _inputs, _peers,
     options=_options, keywords=lambda case: ("q_weight", "k_weight") if case.variant in _NORMS else (),
     without={

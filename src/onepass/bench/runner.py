@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench import accuracy
+from onepass.bench.define import OpBench
 from onepass.bench.model import (
     BenchCase,
     Call,
@@ -32,7 +33,6 @@ from onepass.bench.model import (
     CpuTimes,
     Inputs,
     Measured,
-    OpBench,
     Result,
     differentiate,
     outputs_of,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, liger_rows
@@ -128,7 +128,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 
 _EXTENSION = "has scaled softmaxes as a CUDA extension, which is not built here"
-BENCH = define_bench(
+BENCH = OpBench(
     "softmax", _SHAPES, (1, 4, 64, 64), _bytes_moved, _inputs, _peers,
     options=lambda case: {"scale": SCALE, "causal": case.variant == "causal"},
     keywords=lambda case: ("mask",) if case.variant == "mask" else (),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.define import Run, Shape, Shapes, by_pytorch, define_bench, of_each
+from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.inputs import Random
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported, needs_gpu
@@ -103,7 +103,7 @@ def _peers(case: BenchCase) -> list[Contender]:
     ]
 
 
-BENCH = define_bench(
+BENCH = OpBench(
     "wgrad", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
     ours=lambda case: _added(add_gradient), formula=_formula, baseline=_baseline, reference="mm",
     backend=lambda case, inputs: "triton" if inputs.tensors["x"].is_cuda else "torch",
