@@ -7,18 +7,25 @@ import torch
 import torch.nn.functional as F
 
 import onepass
-from onepass.testing.contract import CHECKS, subjects
+from onepass.testing.contract import CHECKS, refuses_second_derivatives, subjects
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SAMPLES = sorted(subjects("torch", DEVICE))
+OFTEN = "bias_activation", "dropout_add", "gated_rms_norm", "layer_norm", "linear", "rms_norm", "rope", "softmax"
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("backend", ("triton", "torch"))
-@pytest.mark.parametrize("sample", sorted(subjects("torch", DEVICE)))
+@pytest.mark.parametrize("sample", SAMPLES)
 def test_an_op_holds_the_contract(sample, backend, check):
     if backend == "triton":
         pytest.importorskip("triton")
     check(subjects(backend, DEVICE)[sample])
+
+
+@pytest.mark.parametrize("sample", [name for name in SAMPLES if name.partition(":")[0] in OFTEN])
+def test_a_formula_is_differentiable_often(sample):
+    refuses_second_derivatives(subjects("torch", DEVICE)[sample], may_raise=False)
 
 
 @pytest.mark.parametrize("what", ("hessian", "hvp"))

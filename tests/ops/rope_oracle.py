@@ -16,7 +16,6 @@ from onepass.testing.poison import poisoned, unchanged
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 LAYOUTS = ("contiguous", "fused", "heads first", "one head", "strided", "sliced", "transposed", "swapped", "unaligned")
-TABLES = ("for all", "each", "one lead", "sliced", "unlike", "strided")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Case:
     scale: float = 1.0  # the tables' factor, not 1 in models that scale positions
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
-    tables: str = "for all"
+    tables: str = "for all"  # or "each", "one lead", "sliced", "unlike", "strided"
     weight: torch.dtype | None = None  # of a norm of each head; None: there is none
     centered: bool = False
     eps: float = 1e-6

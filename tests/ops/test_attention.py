@@ -6,14 +6,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ops.attention_oracle import (
     BF16,
     DEVICE,
-    FP16,
     FP32,
-    LAYOUTS,
     Case,
     computed,
     draw,
@@ -22,7 +18,7 @@ from ops.attention_oracle import (
     small_cases,
 )
 from ops.bias_activation_oracle import laid_out
-from ops.calls import Operators, backends, equal, gradients, needs_triton, relative
+from ops.calls import backends, equal, gradients, needs_triton, relative
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -76,22 +72,6 @@ def test_the_reference_is_pytorchs_attention(groups, rotated):
 def test_within_the_budget(case, backend):
     report = judge_case(module, case, backend)
     assert report, report
-
-
-@needs_triton
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.data())
-def test_any_heads_length_and_layout(data):
-    pick = data.draw
-    groups, D = pick(st.integers(1, 3)), pick(st.sampled_from((16, 32)))
-    case = Case(
-        pick(st.integers(1, 3)), pick(st.integers(2, 80)), groups * pick(st.integers(1, 3)), groups, D,
-        2 * pick(st.integers(0, D // 2)), pick(st.sampled_from((BF16, FP16))), pick(st.booleans()),
-        pick(st.sampled_from((None, 0.3))), pick(st.sampled_from((1.0, 10.0))), pick(st.sampled_from(LAYOUTS)),
-        overwrite=pick(st.booleans()), each=pick(st.booleans()), small=True,
-    )  # fmt: skip
-    report = judge_case(module, case)
-    assert report, f"{case}\n{report}"
 
 
 @backends
@@ -378,17 +358,6 @@ def test_a_compiler_is_given_nothing_that_overwrites(backend):
 
 
 @needs_triton
-def test_compiling_for_any_number_of_tokens():
-    torch._dynamo.reset()
-    call = lambda x, cos, sin: onepass.attention(x, HEADS, GROUPS, cos=cos, sin=sin, backend="triton")  # noqa: E731
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
-    for S in (5, 7):
-        qkv, cos, sin = tensors(S=S)
-        expected = gradients(lambda x, c=cos, s=sin: call(x, c, s), [qkv])
-        assert equal(expected, gradients(lambda x, c=cos, s=sin: compiled(x, c, s), [qkv]))
-
-
-@needs_triton
 def test_registered_ops_with_tables_are_sound():
     """The contract's sample has no tables."""
     qkv, cos, sin = (t.detach() for t in tensors(S=8))
@@ -435,15 +404,6 @@ def test_overwriting_in_inference_mode(backend):
     assert torch.equal(y, op(cos, sin, backend=backend)(qkv).detach())
 
 
-@needs_triton
-def test_a_checkpoint_policy_sees_the_op():
-    qkv, cos, sin = tensors()
-    with Operators() as seen:
-        y = op(cos, sin, overwrite=True, backend="triton")(qkv)
-        torch.autograd.grad(y, qkv, torch.ones_like(y))
-    assert {"onepass.attention.default", "onepass.attention_backward.default"} <= set(seen.names)
-
-
 # ---- what is said of a call ----
 
 
@@ -483,17 +443,3 @@ def test_what_the_kernels_can_not_take(given, reason):
     if given.shape[1] < 100:
         expected = module.attention_reference(given, HEADS, GROUPS)
         torch.testing.assert_close(onepass.attention(given, HEADS, GROUPS), expected)
-
-
-def test_another_backend_is_called_with_the_same(monkeypatch):
-    from onepass.runtime.backend import OPS
-
-    qkv, cos, sin = tensors()
-    calls = []
-    monkeypatch.setattr(OPS["attention"], "others", {})
-    onepass.register_backend("attention", "mine", lambda *args, **options: calls.append((args, options)) or qkv)
-    tables = {"cos": cos, "sin": sin}
-    options = tables | {"interleaved": True, "scale": 0.5, "deterministic": False}
-    assert onepass.attention(qkv, HEADS, GROUPS, **tables, backend="mine") is qkv
-    assert onepass.attention(qkv, HEADS, GROUPS, **options, backend="mine") is qkv
-    assert calls == [((qkv, HEADS, GROUPS), tables), ((qkv, HEADS, GROUPS), options)]

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, gradients, needs_triton, relative
 from ops.dropout_add_oracle import (
     BF16,
     DEVICE,
-    FP16,
     FP32,
     LAYOUTS,
     Case,
@@ -61,28 +58,6 @@ def dropped(x, residual, p=0.3, **options):
 def test_budget(case, backend):
     report = judge_case(module, case, backend)
     assert report, report
-
-
-@needs_triton
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.data())
-def test_any_shape_layout_and_type(data):
-    draw = data.draw
-    dtypes = st.sampled_from((FP32, FP16, BF16))
-    case = Case(
-        tuple(draw(st.lists(st.integers(1, 4), max_size=4))),
-        draw(st.integers(1, 70)),
-        draw(dtypes),
-        draw(dtypes),
-        draw(st.none() | dtypes),
-        draw(st.floats(0, 1)),
-        draw(st.none() | st.integers(0, 2**40)),
-        draw(st.booleans()),
-        draw(st.sampled_from(LAYOUTS)),
-        draw(st.sampled_from(LAYOUTS)),
-    )
-    report = judge_case(module, case)
-    assert report, f"{case}\n{report}"
 
 
 @backends
@@ -250,12 +225,6 @@ def test_inputs_may_be_written_before_backward(backend):
     assert torch.equal(torch.autograd.grad(y.sum(), leaf)[0], expected)
 
 
-def test_the_torch_backend_is_differentiable_often():
-    inputs = [t.detach().double().requires_grad_() for t in tensors((2,), 9)]
-    call = op(backend="torch")
-    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
-
-
 @backends
 @pytest.mark.parametrize("main", (FP32, BF16))
 def test_a_bias_with_main_grad(main, backend):
@@ -299,19 +268,6 @@ def test_compiled_it_drops_what_eager_code_does_and_draws_anew(backend):
     found = gradients(compiled, inputs)
     torch.manual_seed(4)
     assert equal(found, gradients(layer, inputs)) and not equal(found, gradients(compiled, inputs))
-
-
-@needs_triton
-def test_compiling_for_any_number_of_rows():
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *t: onepass.dropout_add(t[0], t[1], 0.3, bias=t[2], backend="triton"),
-        fullgraph=True, backend="aot_eager", dynamic=True,
-    )  # fmt: skip
-    for rows in (3, 7):
-        inputs = tensors((rows, 2))
-        torch.manual_seed(11)
-        assert equal(gradients(compiled, inputs), gradients(op(backend="triton"), inputs))
 
 
 @needs_triton

@@ -240,13 +240,3 @@ def test_ids_of_no_vocabulary_raise_where_they_are_read(strange, backend):
     ids = torch.tensor([1, strange, 3], device=DEVICE)
     with onepass.validate(), pytest.raises(IndexError, match="ids must be from 0 to 39, the rows of the vocabulary"):
         onepass.embedding(ids, table(), backend=backend)
-
-
-def test_a_registered_backend_gets_what_is_not_a_default():
-    onepass.register_backend("embedding", "mine", lambda ids, weight, **options: options)
-    try:
-        found = onepass.embedding(drawn(3), table(), padding_idx=2, backend="mine")
-    finally:
-        module_record = onepass.runtime.op.OPS["embedding"]
-        del module_record.others["mine"]
-    assert found == {"padding_idx": 2}

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import onepass
 import onepass.ops.loss.linear_cross_entropy as module
 from onepass.parallel import DeferredWgrad
-from onepass.runtime import op as op_records
 
 # ---- what people wrap around it ----
 
@@ -130,25 +129,6 @@ def test_fake_tensors_have_no_values_to_look_at(way):
         inputs = tensors()
         op(way, backend="torch")(*inputs).backward()
     assert inputs[0].grad.shape == (20, 12) and inputs[1].grad.shape == (70, 12)
-
-
-def test_another_packages_backend_gets_what_was_asked(monkeypatch):
-
-    monkeypatch.setattr(op_records.OPS["linear_cross_entropy"], "others", {})
-    seen = []
-
-    def run(*args, **options):
-        seen.append((args, options))
-        return "done"
-
-    onepass.register_backend("linear_cross_entropy", "somebody", run)
-    inputs = tensors()
-    options = {"softcap": 3.0, "chunk_bytes": 7, "return_stats": True, "label_smoothing": 0.1, "z_loss": 0.2, "logit_scale": 2.0}
-    assert op(**options, backend="somebody", reduction="sum")(*inputs) == "done"
-    ((args, given),) = seen
-    assert args[:3] == tuple(inputs[:3]) and args[3:] == (None, "sum", -100, False)
-    assert {name: given[name] for name in options} == options and given["bias"] is inputs[3]
-    assert given["token_weight"] is inputs[4]
 
 
 @pytest.mark.parametrize("reduction", ("mean", "none"))

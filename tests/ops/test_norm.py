@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ops.bias_activation_oracle import laid_out
 from ops.calls import Operators, backends, equal, gradients, nearly_equal, needs_triton, outputs
-from ops.norm_oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Case, judge_case, small_tiles
+from ops.norm_oracle import BF16, DEVICE, FP32, LAYOUTS, small_tiles
 from torch.nn import functional as F
 
 import onepass
@@ -64,24 +62,6 @@ def test_the_sum_is_rounded_once_and_then_normalised(layer, backend):
     x, weight, bias, residual = tensors(dtype=BF16, layer=layer)
     y, h = op(layer, backend=backend)(x, weight, bias, residual)
     assert torch.equal(h, x + residual) and torch.equal(y, op(layer, backend=backend)(h, weight, bias))
-
-
-@needs_triton
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.data())
-def test_any_shape_layout_and_type(data):
-    draw = data.draw
-    dtypes, layer = st.sampled_from((FP32, FP16, BF16)), draw(st.booleans())
-    weight = draw(st.none() | dtypes)
-    case = Case(
-        layer, draw(st.sampled_from(("", "rows", "chunks", "fold", "shared"))),
-        tuple(draw(st.lists(st.integers(1, 3), max_size=3))),
-        draw(st.integers(1, 50)), draw(dtypes), weight, draw(st.none() | dtypes) if layer else None, draw(st.none() | dtypes),
-        weight is not None and draw(st.booleans()), draw(st.booleans()), 0.5, uses=draw(st.sampled_from(("both", "y"))),
-        layout=draw(st.sampled_from(LAYOUTS)), dy_layout=draw(st.sampled_from(LAYOUTS)),
-    )  # fmt: skip
-    report = judge_case(module, case)
-    assert report, f"{case}\n{report}"
 
 
 @needs_triton
@@ -251,17 +231,6 @@ def test_x_and_the_residual_get_gradients_of_their_own(layer, backend):
     assert torch.equal(inputs[3].grad, dh)
 
 
-@backends
-@kinds
-@memory_efficient_or_not
-def test_saved_tensors_are_not_written(layer, memory_efficient, backend):
-    inputs = tensors(layer=layer)
-    with saved_tensors() as kept:
-        y, h = op(layer, backend=backend, memory_efficient=memory_efficient)(*inputs)
-    with unchanged(**{f"kept{i}": t for i, t in enumerate(kept)}):
-        (y.sum() + h.square().sum()).backward()
-
-
 @needs_triton
 @kinds
 def test_what_is_kept(layer):
@@ -293,15 +262,6 @@ def test_memory_efficient_gives_the_same(layer, path, gamma):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
 
 
-@kinds
-@pytest.mark.parametrize("residual", (False, True))
-def test_the_torch_backend_is_differentiable_often(layer, residual):
-    inputs = [t if t is None else t.detach().double().requires_grad_() for t in tensors((2,), 3, layer=layer)]
-    inputs = inputs if residual else inputs[:3]
-    call = op(layer, backend="torch", eps=0.1)
-    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
-
-
 # ---- what people wrap around it ----
 
 
@@ -319,16 +279,6 @@ def test_compiling_gives_the_same(layer, memory_efficient, backend):
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for some in (inputs, [*inputs[:3], None], [inputs[0], None, None, None]):
         assert equal(gradients(block, some), gradients(compiled, some))
-
-
-@needs_triton
-@kinds
-def test_compiling_for_any_number_of_rows(layer):
-    torch._dynamo.reset()
-    compiled = torch.compile(op(layer, backend="triton"), fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (3, 7):
-        inputs = tensors((rows, 2), layer=layer)
-        assert equal(gradients(op(layer, backend="triton"), inputs), gradients(compiled, inputs))
 
 
 @needs_triton
@@ -359,15 +309,6 @@ def test_under_autocast(layer, backend):
         y = op(layer, backend=backend)(hidden, inputs[1], inputs[2])
     assert hidden.dtype == y.dtype == BF16
     y.sum().backward()
-
-
-@needs_triton
-@kinds
-def test_views_that_start_anywhere(layer):
-    flat, scale = torch.randn(24 * 48 + 1, device=DEVICE).bfloat16(), torch.randn(49, device=DEVICE).bfloat16()
-    for at, weight_at in ((0, 0), (1, 0), (0, 1), (1, 1)):  # each after an aligned call of the same kind
-        x, weight = flat[at : at + 24 * 48].view(24, 48), scale[weight_at : weight_at + 48]
-        assert torch.equal(op(layer, backend="triton")(x, weight), op(layer, backend="triton")(x.clone(), weight.clone()))
 
 
 @backends

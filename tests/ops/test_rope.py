@@ -4,18 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ops.calls import backends, equal, gradients, incoming, needs_triton
 from ops.rope_oracle import (
     BF16,
     DEVICE,
-    FP16,
     FP32,
     FP64,
-    LAYOUTS,
-    TABLES,
-    Case,
     heads_laid_out,
     judge_case,
     real_cases,
@@ -110,24 +104,6 @@ def test_scores_depend_on_distances_alone(interleaved, backend):
 def test_within_the_budget(case, backend):
     report = judge_case(module, case, backend)
     assert report, report
-
-
-@needs_triton
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.data())
-def test_any_shape_layout_and_type(data):
-    draw = data.draw
-    dtypes = st.sampled_from((FP32, FP16, BF16))
-    P = draw(st.integers(1, 20))
-    case = Case(
-        tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))),
-        draw(st.integers(1, 9)), draw(st.integers(1, 9)), 2 * P + draw(st.just(0) | st.integers(1, 30)), 2 * P,
-        draw(dtypes), draw(st.none() | dtypes), draw(dtypes), draw(st.booleans()), draw(st.sampled_from((1.0, 1.3))),
-        draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(TABLES)),
-        draw(st.none() | dtypes), draw(st.booleans()), small=draw(st.booleans()),
-    )  # fmt: skip
-    report = judge_case(module, case)
-    assert report, f"{case}\n{report}"
 
 
 @backends
@@ -229,15 +205,6 @@ def test_another_batch_binds_nothing():
     for rows in (1, 2, 3):
         onepass.rope(q[:rows], k[:rows], cos, sin, backend="triton")
     assert kernels._bind.cache_info().currsize <= 2  # one sequence is a kind of its own: it has no stride
-
-
-@needs_triton
-def test_views_that_start_anywhere():
-    flat, angles = torch.randn(2 * 6 * 3 * 16 + 1, device=DEVICE).bfloat16(), torch.randn(6 * 8 + 1, device=DEVICE)
-    for at, table_at in ((0, 0), (1, 0), (0, 1), (1, 1)):  # each after an aligned call of the same kind
-        x, table = flat[at : at + 576].view(2, 6, 3, 16), angles[table_at : table_at + 48].view(6, 8)
-        got, expected = (onepass.rope(f(x), f(x), f(table), f(table), backend="triton") for f in (lambda t: t, torch.clone))
-        assert equal(got, expected)
 
 
 @pytest.mark.parametrize("D", (64, 80, 96, 128, 256))
@@ -345,15 +312,6 @@ def test_only_the_tables_are_kept(backend):
     assert [t.data_ptr() for t in kept] == [cos.data_ptr(), sin.data_ptr()]
 
 
-@kinds
-def test_the_torch_backend_is_differentiable_often(interleaved):
-    q, k, cos, sin = (t.detach().double() for t in tensors((1, 2), HQ=2, HK=1, D=5, R=4))
-    call = op(cos, sin, interleaved=interleaved, backend="torch")
-    inputs = [x.requires_grad_() for x in (q, k)]
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
-
-
 # ---- what people wrap around it ----
 
 
@@ -373,18 +331,6 @@ def test_compiling_with_one_frozen(interleaved, backend):
         want, got = (asked_gradients(f, some) for f in (block, compiled))
         for a, b in zip(want, got, strict=True):
             assert torch.equal(a, b) if backend == "triton" else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
-@needs_triton
-def test_compiling_for_any_number_of_tokens():
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda q, k, cos, sin: onepass.rope(q, k, cos, sin, backend="triton"), fullgraph=True, backend="aot_eager", dynamic=True
-    )
-    for S in (3, 7):
-        q, k, cos, sin = tensors((2, S))
-        expected = gradients(op(cos, sin, backend="triton"), (q, k))
-        assert equal(expected, gradients(lambda q, k, c=cos, s=sin: compiled(q, k, c, s), (q, k)))
 
 
 @needs_triton
@@ -465,14 +411,3 @@ def test_what_the_kernel_can_not_take():
         assert [y.dtype for y in onepass.rope(*inputs, cos, sin)] == [x.dtype for x in inputs]
     wide = torch.empty(1, 1, 4098, device=DEVICE)
     assert "4098" in onepass.explain("rope", wide, wide, cos[:1], sin[:1]).reasons["triton"]
-
-
-def test_another_backend_is_called_with_the_same(monkeypatch):
-    from onepass.runtime.backend import OPS
-
-    q, k, cos, sin = tensors()
-    calls = []
-    monkeypatch.setattr(OPS["rope"], "others", {})
-    onepass.register_backend("rope", "mine", lambda *args, **options: calls.append((args, options)) or (q, k))
-    assert onepass.rope(q, k, cos, sin, interleaved=True, backend="mine") == (q, k)
-    assert calls == [((q, k, cos, sin), {"interleaved": True})]

@@ -183,12 +183,6 @@ def test_the_registered_ops_are_sound():
             torch.library.opcheck(rope_norm._normed_back_op.op, args, test_utils=tests)
 
 
-def test_the_torch_backend_is_differentiable_often():
-    q, k, a, b, cos, sin = (t.detach().double() for t in tensors((1, 2), HQ=2, HK=1, D=5, R=4))
-    inputs = [x.requires_grad_() for x in (q, k, a, b)]
-    assert torch.autograd.gradgradcheck(op(cos, sin, backend="torch"), inputs)
-
-
 # ---- main_grad of the weights ----
 
 

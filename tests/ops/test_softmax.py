@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ops import softmax_oracle as oracle
 from ops.bias_activation_oracle import laid_out
-from ops.calls import Operators, backends, equal, gradients, needs_triton, says
-from ops.softmax_oracle import BF16, DEVICE, FP16, FP32, INF, LAYOUTS, MASKS, NAN, Case, judge_case, small_tiles
+from ops.calls import backends, equal, gradients, needs_triton, says
+from ops.softmax_oracle import BF16, DEVICE, FP32, INF, LAYOUTS, NAN, judge_case, small_tiles
 
 import onepass
 import onepass.ops.softmax.softmax as module
@@ -55,21 +53,6 @@ def test_within_the_budget(case):
 @pytest.mark.parametrize("case", [case for case in oracle.main_cases() if case.path == "rows"], ids=str)
 def test_the_torch_backend_is_within_the_budget(case):
     report = judge_case(module, case, "torch")
-    assert report, f"{case}\n{report}"
-
-
-@needs_triton
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.data())
-def test_any_shape_layout_type_and_mask(data):
-    draw = data.draw
-    shape = (*draw(st.lists(st.integers(1, 3), max_size=4)), draw(st.integers(1, 12)), draw(st.integers(1, 50)))
-    case = Case(
-        shape, draw(st.sampled_from((FP32, FP16, BF16))), draw(st.sampled_from((1.0, 0.125, -2.0, 0.0))),
-        draw(st.sampled_from(("", *MASKS))), draw(st.booleans()), draw(st.sampled_from(("", "rows", "single"))),
-        odd=draw(st.booleans()), layout=draw(st.sampled_from(LAYOUTS)), dy_layout=draw(st.sampled_from(LAYOUTS)),
-    )  # fmt: skip
-    report = judge_case(module, case)
     assert report, f"{case}\n{report}"
 
 
@@ -196,16 +179,6 @@ def test_levels_of_a_mask():
 
 
 @backends
-def test_a_frozen_x_costs_nothing(backend):
-    x, mask = scores(), left_out(7, 24)
-    with saved_tensors() as kept:
-        y = onepass.softmax(x.detach(), mask=mask, causal=True, backend=backend)
-        with torch.no_grad():
-            again = onepass.softmax(x, mask=mask, causal=True, backend=backend)
-    assert not kept and not y.requires_grad and torch.equal(y, again)
-
-
-@backends
 @pytest.mark.parametrize("dtype", (FP32, BF16))
 def test_only_y_is_kept(dtype, backend):
     x, mask = scores(dtype=dtype), left_out(2, 1, 7, 24)
@@ -214,37 +187,6 @@ def test_only_y_is_kept(dtype, backend):
     assert len(kept) == 1 and kept[0].data_ptr() == y.data_ptr() and bytes_kept(kept, y) == 0
     with unchanged(y=kept[0], mask=mask, x=x):
         y.square().sum().backward()
-
-
-@backends
-@paths
-def test_twice_over_a_retained_graph_and_called_again(path, backend):
-    x, mask = scores(), left_out(7, 24)
-    with small_tiles(module, path):
-        y = onepass.softmax(x, mask=mask, causal=True, backend=backend)
-        dy = torch.randn_like(y)
-        with unchanged(x=x, y=y, dy=dy, mask=mask):
-            first = torch.autograd.grad(y, x, dy, retain_graph=True)
-            again = torch.autograd.grad(y, x, dy)
-            anew = torch.autograd.grad(onepass.softmax(x, mask=mask, causal=True, backend=backend), x, dy)
-    assert equal(first, again) and equal(first, anew)
-
-
-@backends
-def test_y_written_in_place_is_seen(backend):
-    y = onepass.softmax(scores(), backend=backend)
-    y.detach().mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_the_torch_backend_is_differentiable_often():
-    x, mask = torch.randn(4, 5, dtype=torch.float64, device=DEVICE, requires_grad=True), left_out(4, 5)
-    mask[3] = True
-    for options in ({}, {"mask": mask}, {"causal": True}, {"mask": mask, "causal": True}):
-        call = lambda t, o=options: onepass.softmax(t, scale=0.7, backend="torch", **o)  # noqa: E731
-        torch.autograd.gradcheck(call, x)
-        torch.autograd.gradgradcheck(call, x)
 
 
 def test_blocks_of_rows_change_nothing(monkeypatch):
@@ -259,50 +201,12 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
 
 # ---- what people wrap around it ----
 
-_OPTIONS = ({}, {"scale": 0.3, "causal": True}, {"scale": 2, "mask": True}, {"mask": True, "causal": True})
-
-
-def op(backend, given):
-    options = {**given, "mask": left_out(2, 1, 7, 24) if given.get("mask") else None}
-    return lambda x: onepass.softmax(x, backend=backend, **options)
-
-
-@needs_triton
-def test_compiling_for_any_number_of_rows():
-    torch._dynamo.reset()
-    call = lambda t: onepass.softmax(t, causal=True, backend="triton")  # noqa: E731
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (3, 7):
-        x = scores(2, rows, 24)
-        assert equal(gradients(call, [x]), gradients(compiled, [x]))
-
-
-@needs_triton
-def test_who_watches_sees_the_registered_ops():
-    x = scores().detach()
-    plain = onepass.softmax(x, causal=True, backend="triton")
-    with Operators() as seen:
-        y = onepass.softmax(x, causal=True, backend="triton")
-    assert "onepass.softmax.default" in seen.names and torch.equal(y, plain)
-
-
-@backends
-def test_in_inference_mode_and_views_that_start_anywhere(backend):
-    flat = torch.randn(24 * 48 + 1, device=DEVICE).bfloat16()
-    masks = torch.rand(24 * 48 + 1, device=DEVICE) < 0.3
-    for at, mask_at in ((0, 0), (1, 0), (0, 1), (1, 1)):  # each after an aligned call of the same kind
-        x, mask = flat[at : at + 24 * 48].view(24, 48), masks[mask_at : mask_at + 24 * 48].view(24, 48)
-        with torch.inference_mode():
-            y = onepass.softmax(x, mask=mask, backend=backend)
-        assert torch.equal(y, onepass.softmax(x.clone(), mask=mask.clone(), backend=backend))
-
 
 @backends
 def test_half_the_rows_at_a_time_is_the_same(backend):
-    x = scores(8, 5, 24)
-    call = op(backend, {"scale": 0.3, "causal": True})
-    whole = gradients(lambda t: call(t).sum(0) * 1, [x])
-    assert torch.equal(call(x), torch.cat([call(x[:4]), call(x[4:])])) and whole[1].shape == x.shape
+    x = scores(8, 5, 24).detach()
+    call = lambda t: onepass.softmax(t, scale=0.3, causal=True, backend=backend)  # noqa: E731
+    assert torch.equal(call(x), torch.cat([call(x[:4]), call(x[4:])]))
 
 
 @needs_triton
@@ -359,15 +263,3 @@ def test_what_is_wrong_is_said(raised, words, x, options):
     with pytest.raises(raised) as caught:
         onepass.softmax(x, **options)
     says(words, caught)
-
-
-def test_other_backends_get_what_is_not_a_default(monkeypatch):
-    from onepass.runtime.op import OPS
-
-    seen = []
-    monkeypatch.setattr(OPS["softmax"], "others", {})
-    onepass.register_backend("softmax", "someone", lambda x, **options: seen.append(options) or x)
-    x = torch.ones(2, 3, device=DEVICE)
-    onepass.softmax(x, backend="someone")
-    onepass.softmax(x, scale=0.5, causal=True, backend="someone")
-    assert seen == [{}, {"scale": 0.5, "causal": True}]
