@@ -172,7 +172,8 @@ def test_what_is_checked_has_the_scales_of_a_step_before() -> None:
         return watched
 
     plan = runner.BenchPlan(norm_mlp.BENCH, [case], lambda _: True)
-    found, _ = runner._check(plan, Contender("onepass", make, ours=True), case, clock_for(CPU), torch.Generator(), lambda _: None)
+    session = runner.Session(plan, clock_for(CPU), Ceilings(1.0, 1, None), lambda _: None, torch.Generator())
+    found, _ = runner._check(session, Contender("onepass", make, ours=True), case)
     assert found.status == "ok"
     assert known == [False, True]
 

@@ -46,7 +46,7 @@ def test_small_cases_are_timed_in_a_graph_and_what_cannot_be_is_not() -> None:
     contenders = [Contender("waits", asks_the_gpu), *norm.BENCH.contenders(case)[:3]]  # onepass, eager, torch.compile
     plan = runner.BenchPlan(changed(norm.BENCH, contenders=lambda _: contenders), [case], lambda _: True)
     seeds = torch.Generator(clock.device)
-    result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
+    result = runner._measure_case(runner.Session(plan, clock, Ceilings(4000.0, 1 << 20, None), lambda _: None, seeds), case)
     rows = {row.contender: row for row in result.rows}
     assert all(row.status == "ok" for row in rows.values())
     assert rows["waits"].forward_graph_us is rows["waits"].backward_graph_us is None
@@ -64,7 +64,7 @@ def test_large_cases_are_not_timed_in_a_graph() -> None:
     ours = norm.BENCH.contenders(case)[:1]
     plan = runner.BenchPlan(changed(norm.BENCH, contenders=lambda _: ours), [case], lambda _: True)
     seeds = torch.Generator(clock.device)
-    result = runner._measure_case(plan, case, clock, Ceilings(4000.0, 1 << 20, None), seeds, lambda _: None)
+    result = runner._measure_case(runner.Session(plan, clock, Ceilings(4000.0, 1 << 20, None), lambda _: None, seeds), case)
     assert result.rows[0].forward_graph_us is None
 
 

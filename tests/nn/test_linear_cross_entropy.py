@@ -80,13 +80,11 @@ def test_the_op_gets_every_option(monkeypatch):
     }  # fmt: skip
     head(hidden, labels, weight=other, **called)
     head(hidden, labels)
-    options = {name: value for name, value in OPTIONS.items() if name not in ("reduction", "ignore_index")}
-    options |= {"bias": head.bias, "deferred": head.deferred, "class_weight": classes}
-    rest = None, "sum", 3, False
+    options = OPTIONS | {"bias": head.bias, "deferred": head.deferred, "class_weight": classes, "sequence_parallel": False}
     plain = dict.fromkeys(called) | {"return_stats": False}
     (args, more), (args_again, more_again) = seen
-    assert args[0] is hidden and args[1] is other and args[2] is labels and args[3:] == rest and more == options | called
-    assert args_again[1] is head.weight and args_again[3:] == rest and more_again == options | plain
+    assert args[0] is hidden and args[1] is other and args[2] is labels and args[3:] == (None,) and more == options | called
+    assert args_again[1] is head.weight and args_again[3:] == (None,) and more_again == options | plain
 
 
 def test_class_weights_and_probabilities_are_torchs():

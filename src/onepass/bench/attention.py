@@ -26,13 +26,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.bench import attention_options as with_options
-from onepass.bench.define import OpBench, Shape, Shapes, bind, of_each
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Shape, Shapes, bind, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import compiled, imported, needs_gpu
 from onepass.ops.attention.attention import attention, attention_reference
@@ -68,12 +66,8 @@ def _is_ordered(case: BenchCase) -> bool:
     return case.variant in ("turned", "plain")
 
 
-def _heads(case: BenchCase) -> tuple[int, int]:
-    return case.shape[2], case.shape[3]
-
-
 def _options(case: BenchCase) -> dict[str, Any]:
-    heads, groups = _heads(case)
+    heads, groups = with_options.heads_of(case)
     return {"heads": heads, "groups": groups, **with_options.options_of(case)}
 
 
@@ -119,18 +113,12 @@ def _cudnn_frontend(case: BenchCase) -> Call:
 # ---- PyTorch ----
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return y.transpose(1, 2).flatten(2)
-
-
 def _after_rope(case: BenchCase) -> Call:
     def call(qkv: Tensor, *tables: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *_heads(case))
+        q, k, v = parts_of(qkv, *with_options.heads_of(case))
         if tables:
             q, k = rope(q, k, *tables)
-        return _attended(q, k, v)
+        return with_options.sdpa(q, k, v)
 
     return call
 
@@ -154,7 +142,7 @@ def _flash_attn_4(case: BenchCase) -> Call:
     options["deterministic"] = _is_ordered(case)
 
     def call(qkv: Tensor, *tensors: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *_heads(case))
+        q, k, v = parts_of(qkv, *with_options.heads_of(case))
         if "documents" in case.variant:
             at = {"cu_seqlens_q": tensors[0], "cu_seqlens_k": tensors[0]}
             y = of_documents(q[0], k[0], v[0], **at, **options)[0][None]
@@ -172,7 +160,7 @@ def _cudnn_flex(case: BenchCase) -> Call:
     plans: list[Any] = []
 
     def call(qkv: Tensor, *tensors: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *_heads(case))
+        q, k, v = parts_of(qkv, *with_options.heads_of(case))
         boundaries = {}
         if "documents" in case.variant:
             q, k, v = q[0], k[0], v[0]
@@ -196,10 +184,10 @@ def _compiled(case: BenchCase) -> Call:
         return x * cos + torch.cat((-second, first), -1) * sin
 
     def call(qkv: Tensor, *tables: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *_heads(case))
+        q, k, v = parts_of(qkv, *with_options.heads_of(case))
         if tables:
             q, k = rotated(q, *tables), rotated(k, *tables)
-        return _attended(q, k, v)
+        return with_options.sdpa(q, k, v)
 
     return compiled(call)
 

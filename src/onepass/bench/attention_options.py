@@ -34,7 +34,8 @@ def options_of(case: BenchCase) -> dict[str, Any]:
     return {"softcap": 50.0} if case.variant == "softcap" else {}
 
 
-def _heads(case: BenchCase) -> tuple[int, int]:
+def heads_of(case: BenchCase) -> tuple[int, int]:
+    """Return how many heads queries have, and keys and values."""
     return case.shape[2], case.shape[3]
 
 
@@ -68,7 +69,7 @@ class _RoundForth(torch.autograd.Function):
 
 def formula(case: BenchCase, rounded: bool) -> Call:
     """Return the formula. `rounded`: operands of products have the case's dtype."""
-    heads, groups = _heads(case)
+    heads, groups = heads_of(case)
     options = options_of(case)
     window, softcap = options.get("window", case.shape[1]), options.get("softcap")
 
@@ -113,8 +114,8 @@ def by_pytorch(case: BenchCase) -> Call:
     def call(qkv: Tensor, *_: Tensor) -> Result:
         S = qkv.shape[1]
         seen = None if window is None else torch.ones(S, S, dtype=torch.bool, device=qkv.device).tril().triu(1 - window)
-        documents = [parts_of(document, *_heads(case)) for document in qkv.split(lengths, 1) if document.shape[1]]
-        return torch.cat([_sdpa(*parts, seen) for parts in documents], 1)
+        documents = [parts_of(document, *heads_of(case)) for document in qkv.split(lengths, 1) if document.shape[1]]
+        return torch.cat([sdpa(*parts, seen) for parts in documents], 1)
 
     return call
 
@@ -143,7 +144,7 @@ def _flex(case: BenchCase) -> Call:
         if not masks:
             document = None if document is None else document.to(qkv.device)
             masks.append(create_block_mask(mask_of, None, None, qkv.shape[1], qkv.shape[1], device=qkv.device.type))
-        q, k, v = (x.transpose(1, 2) for x in parts_of(qkv, *_heads(case)))
+        q, k, v = (x.transpose(1, 2) for x in parts_of(qkv, *heads_of(case)))
         modified = cap if "softcap" in options else None
         y = function(q, k, v, modified, masks[0], enable_gqa=q.shape[1] != k.shape[1])
         return y.transpose(1, 2).flatten(2)
@@ -160,7 +161,7 @@ def _varlen(case: BenchCase) -> Call:
     window = (options_of(case)["window"] - 1 if case.variant == "window" else -1, 0)
 
     def call(qkv: Tensor, *tensors: Tensor) -> Result:
-        heads, groups = _heads(case)
+        heads, groups = heads_of(case)
         q, k, v = (x[0] for x in parts_of(qkv, heads, groups))
         if not by_group:
             k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
@@ -177,13 +178,13 @@ def _dense(case: BenchCase) -> Call:
     length = lengths_of(case)[0]
 
     def call(qkv: Tensor, *_: Tensor) -> Result:
-        parts = parts_of(qkv.view(-1, length, qkv.shape[-1]), *_heads(case))
-        return _sdpa(*parts).view(1, qkv.shape[1], -1)
+        parts = parts_of(qkv.view(-1, length, qkv.shape[-1]), *heads_of(case))
+        return sdpa(*parts).view(1, qkv.shape[1], -1)
 
     return call
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """Attend to the keys that are `seen`; None: causally."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=q.shape[1] != k.shape[1])

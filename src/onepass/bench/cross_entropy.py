@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, in_a_row, of_each
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, in_a_row, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported, liger_cute, needs_cute, on_copies
 from onepass.ops.loss.cross_entropy import cross_entropy

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported
 from onepass.kernels.philox import scale_of, threshold_of

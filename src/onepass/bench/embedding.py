@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 
 _VARIANTS = ("words", "uniform", "alike", "returned")  # returned: words, without main_grad

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, as_written, by_pytorch, of_each
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, as_written, by_pytorch, of_each
 from onepass.bench.model import BenchCase, Call, Inputs, Result
 from onepass.bench.peers import once
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported
 

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
-from onepass.bench.inputs import Random, give_main_grad
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, give_main_grad
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported
 

@@ -32,11 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, as_written, by_pytorch, in_a_row, of_each
-from onepass.bench.heads import head_products
-from onepass.bench.inputs import Random, give_main_grad
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, as_written, by_pytorch, give_main_grad, in_a_row, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
-from onepass.bench.peers import imported, needs_cute, since_torch
+from onepass.bench.peers import head_products, imported, needs_cute, since_torch
 from onepass.ops.loss.kept_rows import kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 

@@ -20,11 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, as_written, by_pytorch, in_a_row, of_each
-from onepass.bench.heads import head_products
-from onepass.bench.inputs import Random, give_main_grad
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, as_written, by_pytorch, give_main_grad, in_a_row, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
-from onepass.bench.peers import imported
+from onepass.bench.peers import head_products, imported
 from onepass.ops.loss.linear_divergence import linear_divergence, linear_divergence_reference
 
 _BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5, "main_grad": 0.5}  # TRL's and Liger's

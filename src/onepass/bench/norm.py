@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, bind, by_pytorch
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, bind, by_pytorch
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, in_fp32, liger_rows, once, wide, with_parameters
 from onepass.ops.norm.norm import layer_norm_reference, rms_norm_reference

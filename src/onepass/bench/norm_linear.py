@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, with_parameters
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference

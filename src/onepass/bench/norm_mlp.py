@@ -14,8 +14,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import OpBench, Shape, Shapes
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Shape, Shapes
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs, Result
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference
 from onepass.ops.activation.bias_activation import bias_activation_reference

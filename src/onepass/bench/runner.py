@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -103,16 +103,29 @@ class BenchPlan:
         return steps + sum(len(self.contenders(self.bench.tiny(case))) for case in timed if self.has_tiny(device))
 
 
+class Session(NamedTuple):
+    """One op's run: what each of its steps takes."""
+
+    plan: BenchPlan
+    clock: Clock
+    ceilings: Ceilings
+    tick: Tick
+    seeds: torch.Generator
+
+    def inputs(self, case: BenchCase) -> Inputs:
+        return self.plan.bench.inputs(case, self.clock.device, self.seeds)
+
+
 def measure(plan: BenchPlan, clock: Clock, ceilings: Ceilings, tick: Tick) -> Iterator[CpuTimes | CaseResult]:
     """Measure one op. Yield each variant's CPU times, then its cases, as each is done."""
-    seeds = torch.Generator(device=clock.device)
+    session = Session(plan, clock, ceilings, tick, torch.Generator(device=clock.device))
     for cases in plan.variants():
         tiny = cases[0].backward_bytes and plan.has_tiny(clock.device)
-        cpu = _cpu_times(plan, plan.bench.tiny(cases[0]), clock, seeds, tick) if tiny else None
+        cpu = _cpu_times(session, plan.bench.tiny(cases[0])) if tiny else None
         if cpu is not None:
             yield cpu
         for case in cases:
-            result = _measure_case(plan, case, clock, ceilings, seeds, tick)
+            result = _measure_case(session, case)
             if cpu is not None:
                 _add_cpu_times(result, cpu)
             yield result
@@ -135,29 +148,25 @@ class _Lane:
     backward_ms: list[float]
 
 
-def _measure_case(
-    plan: BenchPlan, case: BenchCase, clock: Clock, ceilings: Ceilings, seeds: torch.Generator, tick: Tick
-) -> CaseResult:
+def _measure_case(session: Session, case: BenchCase) -> CaseResult:
     forget_compiled()
-    checked = [_check(plan, contender, case, clock, seeds, tick) for contender in plan.contenders(case)]
-    with plan.bench.around(case):
-        return _time_case(plan, case, checked, clock, ceilings, seeds, tick)
+    checked = [_check(session, contender, case) for contender in session.plan.contenders(case)]
+    with session.plan.bench.around(case):
+        return _time_case(session, case, checked)
 
 
-def _time_case(
-    plan: BenchPlan, case: BenchCase, checked: list[tuple[Measured, Call | None]], clock: Clock, ceilings: Ceilings, seeds:
-    torch.Generator, tick: Tick,
-) -> CaseResult:  # fmt: skip
+def _time_case(session: Session, case: BenchCase, checked: list[tuple[Measured, Call | None]]) -> CaseResult:
+    plan, clock = session.plan, session.clock
     rows = [row for row, _ in checked]
     right = [(row, call) for row, call in checked if call is not None]
-    inputs = plan.bench.inputs(case, clock.device, seeds)
+    inputs = session.inputs(case)
     if clock.device.type == "cuda":
         for row, call in right:
             row.peak_mib, row.kept_mib = memory_mib(call, inputs, clock.device)
     lanes = [_copy_lane(case, clock.device), *(_lane(row.contender, call, inputs) for row, call in right)]
     budget = 10.0 if clock.device.type == "cuda" else 30.0 if plan.quick else 150.0
     for turn in range(plan.rounds):
-        tick(f"{case.name}: timing, round {turn + 1} of {plan.rounds}")
+        session.tick(f"{case.name}: timing, round {turn + 1} of {plan.rounds}")
         for lane in _rotated(lanes, turn):
             _take_first_steps(lane, case, clock)
             lane.forward_ms += clock.times(lane.forward, budget_ms=budget)
@@ -168,19 +177,19 @@ def _time_case(
     for lane in lanes:
         row = by_name[lane.name]
         row.forward_ms = statistics.median(lane.forward_ms)
-        row.forward_of_copy = case.forward_bytes / row.forward_ms / 1e6 / ceilings.copy_gbs
+        row.forward_of_copy = case.forward_bytes / row.forward_ms / 1e6 / session.ceilings.copy_gbs
         if lane.backward_ms:
             row.backward_ms = statistics.median(lane.backward_ms)
-            row.backward_of_copy = case.backward_bytes / row.backward_ms / 1e6 / ceilings.copy_gbs
+            row.backward_of_copy = case.backward_bytes / row.backward_ms / 1e6 / session.ceilings.copy_gbs
     if clock.device.type == "cuda" and 0 < case.backward_bytes < _GRAPH_BYTES:
         for row, call in right:  # new leaves for each: autograd has bound those of the rounds to another stream
-            _replay(row, _lane(row.contender, call, plan.bench.inputs(case, clock.device, seeds)), clock)
+            _replay(row, _lane(row.contender, call, session.inputs(case)), clock)
     reference = plan.bench.reference_of(case)
     _set_against(by_name.get(reference or ""), rows, case)
     result = CaseResult(case, copy, rows, reference, plan.left_out(case))
     if case.backward_bytes and not plan.has_tiny(clock.device):
-        title = f"{case.name}: CPU time of a call, "
-        _add_cpu_times(result, CpuTimes(case, _timed_calls(lanes[1:], clock, plan.cpu_rounds, tick, title, _FEW_CALLS)))
+        times = _timed_calls(lanes[1:], clock, plan.cpu_rounds, session.tick, case.name, _FEW_CALLS)
+        _add_cpu_times(result, CpuTimes(case, times))
     return result
 
 
@@ -254,27 +263,26 @@ def _rotated(items: Sequence[T], turn: int) -> list[T]:
 # ---- accuracy ----
 
 
-def _check(
-    plan: BenchPlan, contender: Contender, case: BenchCase, clock: Clock, seeds: torch.Generator, tick: Tick
-) -> tuple[Measured, Call | None]:
+def _check(session: Session, contender: Contender, case: BenchCase) -> tuple[Measured, Call | None]:
     """Return the contender's row and its call. The call is None if the contender is wrong or raised: it is not timed then."""
-    tick(f"{case.name}: {contender.name}, {'compiling and ' if contender.compiles else ''}checking")
+    bench, clock, seeds = session.plan.bench, session.clock, session.seeds
+    session.tick(f"{case.name}: {contender.name}, {'compiling and ' if contender.compiles else ''}checking")
     row = Measured(contender.name, ours=contender.ours, floor=contender.floor)
     call: Call | None = None
     seeds.manual_seed(seeds.initial_seed() + 1)  # new inputs for every check
     try:
-        inputs = plan.bench.inputs(case, clock.device, seeds)
+        inputs = session.inputs(case)
         with warnings.catch_warnings():
             if not contender.ours:  # hide warnings from peers' code
                 warnings.simplefilter("ignore")
             call = contender.make(case)
-            with plan.bench.around(case):  # not the formula, whose operators may not support this mode
+            with bench.around(case):  # not the formula, whose operators may not support this mode
                 if case.fp8:
                     accuracy.outputs(call, inputs)  # delayed scales come from the step before
                 got = accuracy.outputs(call, inputs)
         clock.synchronize()
         if not contender.floor:
-            row.errors, row.allowed = accuracy.judged(plan.bench, case, inputs, got, contender.ours)
+            row.errors, row.allowed = accuracy.judged(bench, case, inputs, got, contender.ours)
     except Exception as error:  # a peer's error is a line in the table
         call, row.status, row.message = None, "error", f"{type(error).__name__}: {_first_line(error)}"
     if row.status == "error":
@@ -302,23 +310,23 @@ def _still_there(clock: Clock, row: Measured) -> None:
 # ---- CPU time ----
 
 
-def _cpu_times(plan: BenchPlan, tiny: BenchCase, clock: Clock, seeds: torch.Generator, tick: Tick) -> CpuTimes:
+def _cpu_times(session: Session, tiny: BenchCase) -> CpuTimes:
     forget_compiled()
-    checked = [_check(plan, contender, tiny, clock, seeds, tick) for contender in plan.contenders(tiny)]
-    inputs = plan.bench.inputs(tiny, clock.device, seeds)
+    checked = [_check(session, contender, tiny) for contender in session.plan.contenders(tiny)]
+    inputs = session.inputs(tiny)
     lanes = [_lane(row.contender, call, inputs) for row, call in checked if call is not None]
-    with plan.bench.around(tiny):
-        return CpuTimes(tiny, _timed_calls(lanes, clock, plan.cpu_rounds, tick, f"{tiny.variant}: CPU time of a call, "))
+    with session.plan.bench.around(tiny):
+        return CpuTimes(tiny, _timed_calls(lanes, session.clock, session.plan.cpu_rounds, session.tick, tiny.variant))
 
 
 def _timed_calls(
-    lanes: list[_Lane], clock: Clock, rounds: int, tick: Tick, title: str = "", calls: int | None = None
+    lanes: list[_Lane], clock: Clock, rounds: int, tick: Tick, title: str, calls: int | None = None
 ) -> list[CpuTime]:  # fmt: skip
     forward: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     both: dict[str, list[float]] = {lane.name: [] for lane in lanes}
     calls = calls or (100 if clock.device.type == "cuda" else 20)
     for turn in range(rounds):
-        tick(f"{title}round {turn + 1} of {rounds}")
+        tick(f"{title}: CPU time of a call, round {turn + 1} of {rounds}")
         for lane in _rotated(lanes, turn):
             forward[lane.name].append(clock.host_us(lane.forward, calls))
             both[lane.name].append(clock.host_us(lane.train, calls))
@@ -328,7 +336,7 @@ def _timed_calls(
 def cpu_speed(clock: Clock, dtype: torch.dtype) -> list[CpuTime]:
     """Return the CPU times of PyTorch calls, which show how fast this CPU is: others' are judged by their ratio to these."""
     lanes = [_lane(name, call, given) for name, (call, given) in _pytorch_calls(clock.device, dtype).items()]
-    return _timed_calls(lanes, clock, CPU_ROUNDS_QUICK, lambda said: None)
+    return _timed_calls(lanes, clock, CPU_ROUNDS_QUICK, lambda text: None, "PyTorch")
 
 
 def _pytorch_calls(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Call, Inputs]]:

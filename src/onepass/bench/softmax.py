@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Run, Shape, Shapes, by_pytorch, of_each
-from onepass.bench.inputs import Random
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, liger_rows
 

@@ -33,61 +33,71 @@ def config_of(theirs: dict[str, Any]) -> Config:
     return Config.from_dict(fields | {"params_dtype": _TYPES[dtype]})
 
 
+# The settings of each kind that both have: ours, theirs, and what theirs is where a config.json leaves it out.
+_REQUIRED = object()
+_GPT2_SETTINGS: dict[str, tuple[str, object]] = {
+    "num_layers": ("n_layer", _REQUIRED),
+    "hidden_size": ("n_embd", _REQUIRED),
+    "ffn_hidden_size": ("n_inner", None),
+    "num_attention_heads": ("n_head", _REQUIRED),
+    "vocab_size": ("vocab_size", _REQUIRED),
+    "max_position_embeddings": ("n_positions", _REQUIRED),
+    "layernorm_epsilon": ("layer_norm_epsilon", 1e-5),
+    "activation_func": ("activation_function", "gelu_new"),
+    "tied": ("tie_word_embeddings", True),
+    "hidden_dropout": ("resid_pdrop", 0.1),
+    "attention_dropout": ("attn_pdrop", 0.1),
+    "init_method_std": ("initializer_range", 0.02),
+}
+_LLAMA_SETTINGS: dict[str, tuple[str, object]] = {
+    "num_layers": ("num_hidden_layers", _REQUIRED),
+    "hidden_size": ("hidden_size", _REQUIRED),
+    "ffn_hidden_size": ("intermediate_size", _REQUIRED),
+    "num_attention_heads": ("num_attention_heads", _REQUIRED),
+    "num_query_groups": ("num_key_value_heads", None),
+    "kv_channels": ("head_dim", None),
+    "vocab_size": ("vocab_size", _REQUIRED),
+    "max_position_embeddings": ("max_position_embeddings", _REQUIRED),
+    "rotary_base": ("rope_theta", 10000.0),
+    "layernorm_epsilon": ("rms_norm_eps", 1e-6),
+    "add_bias_linear": ("attention_bias", False),
+    "activation_func": ("hidden_act", "silu"),
+    "tied": ("tie_word_embeddings", False),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "init_method_std": ("initializer_range", 0.02),
+}
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of rope_scaling
+
+
+def _fields(theirs: dict[str, Any], settings: dict[str, tuple[str, object]]) -> dict[str, Any]:
+    """Return Config's fields of a config.json. Raise KeyError for what it must have."""
+    fields = {}
+    for ours, (name, default) in settings.items():
+        fields[ours] = theirs[name] if default is _REQUIRED else theirs.get(name, default)
+    fields["activation_func"] = _activation(fields["activation_func"], settings["activation_func"][0])
+    fields["untie_embeddings_and_output_weights"] = not fields.pop("tied")
+    return fields
+
+
 def _of_gpt2(theirs: dict[str, Any]) -> dict[str, Any]:
     _must_be(theirs, "scale_attn_weights", True)
     _must_be(theirs, "scale_attn_by_inverse_layer_idx", False)
     _must_be(theirs, "add_cross_attention", False)
-    dropout = theirs.get("resid_pdrop", 0.1)
-    _must_be(theirs, "embd_pdrop", dropout, 0.1)
-    return {
-        "num_layers": theirs["n_layer"],
-        "hidden_size": theirs["n_embd"],
-        "ffn_hidden_size": theirs.get("n_inner"),
-        "num_attention_heads": theirs["n_head"],
-        "vocab_size": theirs["vocab_size"],
-        "max_position_embeddings": theirs["n_positions"],
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "layernorm_epsilon": theirs.get("layer_norm_epsilon", 1e-5),
-        "add_bias_linear": True,
-        "gated_linear_unit": False,
-        "activation_func": _activation(theirs.get("activation_function", "gelu_new"), "activation_function"),
-        "untie_embeddings_and_output_weights": not theirs.get("tie_word_embeddings", True),
-        "hidden_dropout": dropout,
-        "attention_dropout": theirs.get("attn_pdrop", 0.1),
-        "init_method_std": theirs.get("initializer_range", 0.02),
-    }
+    _must_be(theirs, "embd_pdrop", theirs.get("resid_pdrop", 0.1), 0.1)
+    learned = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
+    return _fields(theirs, _GPT2_SETTINGS) | learned | {"add_bias_linear": True, "gated_linear_unit": False}
 
 
 def _of_llama(theirs: dict[str, Any]) -> dict[str, Any]:
-    bias = theirs.get("attention_bias", False)
-    _must_be(theirs, "mlp_bias", bias, False)
+    _must_be(theirs, "mlp_bias", theirs.get("attention_bias", False), False)
     rope: Any = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must be an object, but is {rope!r}")
-    rope = dict(rope)
-    fields = {
-        "num_layers": theirs["num_hidden_layers"],
-        "hidden_size": theirs["hidden_size"],
-        "ffn_hidden_size": theirs["intermediate_size"],
-        "num_attention_heads": theirs["num_attention_heads"],
-        "num_query_groups": theirs.get("num_key_value_heads"),
-        "kv_channels": theirs.get("head_dim"),
-        "vocab_size": theirs["vocab_size"],
-        "max_position_embeddings": theirs["max_position_embeddings"],
-        "rotary_base": rope.pop("rope_theta", theirs.get("rope_theta", 10000.0)),
-        "layernorm_epsilon": theirs.get("rms_norm_eps", 1e-6),
-        "add_bias_linear": bias,
-        "activation_func": _activation(theirs.get("hidden_act", "silu"), "hidden_act"),
-        "untie_embeddings_and_output_weights": not theirs.get("tie_word_embeddings", False),
-        "attention_dropout": theirs.get("attention_dropout", 0.0),
-        "init_method_std": theirs.get("initializer_range", 0.02),
-    }
+    base = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    fields = _fields(theirs | base, _LLAMA_SETTINGS)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
-        fields |= {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            fields[f"rope_scaling_{name}"] = rope[name]
+        fields |= {"use_rope_scaling": True, **{f"rope_scaling_{name}": rope[name] for name in _SCALING}}
     elif kind != "default":
         raise ValueError(f"rope_type must be 'default' or 'llama3', but is {kind!r}")
     return fields
@@ -143,55 +153,19 @@ def _no_groups(config: Config) -> None:
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": config.num_layers,
-        "n_embd": config.hidden_size,
-        "n_inner": config.ffn_hidden_size,
-        "n_head": config.num_attention_heads,
-        "vocab_size": config.vocab_size,
-        "n_positions": config.max_position_embeddings,
-        "layer_norm_epsilon": config.layernorm_epsilon,
-        "activation_function": _THEIR_ACTIVATIONS[config.activation_func],
-        "tie_word_embeddings": config.tied,
-        "resid_pdrop": config.hidden_dropout,
-        "embd_pdrop": config.hidden_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "initializer_range": config.init_method_std,
-        "torch_dtype": _THEIR_TYPES[config.params_dtype],
-    }
+    theirs = _settings(config, _GPT2_SETTINGS)
+    return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **theirs, "embd_pdrop": config.hidden_dropout}
 
 
 def _llama(config: Config) -> dict[str, Any]:
-    theirs = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.query_groups,
-        "head_dim": config.head_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rotary_base,
-        "rope_scaling": None,
-        "rms_norm_eps": config.layernorm_epsilon,
-        "attention_bias": config.add_bias_linear,
-        "mlp_bias": config.add_bias_linear,
-        "hidden_act": _THEIR_ACTIVATIONS[config.activation_func],
-        "tie_word_embeddings": config.tied,
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.init_method_std,
-        "torch_dtype": _THEIR_TYPES[config.params_dtype],
-    }
-    if config.use_rope_scaling:
-        theirs["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling_factor,
-            "low_freq_factor": config.rope_scaling_low_freq_factor,
-            "high_freq_factor": config.rope_scaling_high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling_original_max_position_embeddings,
-        }
-    return theirs
+    theirs = _settings(config, _LLAMA_SETTINGS)
+    theirs |= {"intermediate_size": config.ffn_size, "num_key_value_heads": config.query_groups, "head_dim": config.head_size}
+    scaling = {"rope_type": "llama3", **{name: getattr(config, f"rope_scaling_{name}") for name in _SCALING}}
+    theirs |= {"rope_scaling": scaling if config.use_rope_scaling else None, "mlp_bias": config.add_bias_linear}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **theirs}
+
+
+def _settings(config: Config, settings: dict[str, tuple[str, object]]) -> dict[str, Any]:
+    theirs = {name: getattr(config, ours) for ours, (name, _) in settings.items()}
+    theirs[settings["activation_func"][0]] = _THEIR_ACTIVATIONS[config.activation_func]
+    return theirs | {"torch_dtype": _THEIR_TYPES[config.params_dtype]}

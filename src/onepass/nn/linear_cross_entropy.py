@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,11 +50,11 @@ class LinearCrossEntropy(VocabularyHead):
 
     deferred: DeferredWgrad | None = None
     class_weight: Tensor | None
-    usual: ClassVar[dict[str, Any]] = {
-        "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0,
-        "temperature": 1.0, "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
-        "sequence_parallel": False,
-    }  # fmt: skip
+    options = (
+        "reduction", "ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale", "temperature", "logits_dtype",
+        "chunk_bytes",
+    )  # fmt: skip
+    flags = ("skip_weight_param_allocation", "sequence_parallel")
 
     def __init__(
         self,
@@ -124,25 +124,17 @@ class LinearCrossEntropy(VocabularyHead):
             self.given(self.take_weight(weight)),
             labels,
             self.tp_group,
-            self.reduction if reduction is None else reduction,
-            self.ignore_index,
-            self.sequence_parallel,
+            sequence_parallel=self.sequence_parallel,
             bias=self.given(self.bias),
             lora=lora,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            temperature=self.temperature,
             token_weight=token_weight,
             class_weight=self.class_weight,
-            logits_dtype=self.logits_dtype,
             grad_scale=grad_scale,
-            chunk_bytes=self.chunk_bytes,
             return_stats=return_stats,
             rows=rows,
             vocab_mask=vocab_mask,
             deferred=self.deferred,
+            **self.options_with(reduction),
         )
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None, *, gather: bool = True) -> Tensor:

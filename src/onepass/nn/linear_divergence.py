@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,10 +36,9 @@ class LinearDivergence(VocabularyHead):
     """
 
     shown = ("kind",)
-    usual: ClassVar[dict[str, Any]] = {
-        "beta": 0.5, "temperature": 1.0, "softcap": None, "teacher_softcap": None, "reduction": "mean", "ignore_index": -100,
-        "logits_dtype": None, "chunk_bytes": None, "skip_weight_param_allocation": False,
-    }  # fmt: skip
+    options = (
+        "kind", "beta", "temperature", "softcap", "teacher_softcap", "reduction", "ignore_index", "logits_dtype", "chunk_bytes",
+    )
 
     def __init__(
         self,
@@ -107,17 +104,9 @@ class LinearDivergence(VocabularyHead):
             teacher,
             teacher_weight,
             labels,
-            kind=self.kind,
-            beta=self.beta,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            teacher_softcap=self.teacher_softcap,
-            reduction=self.reduction if reduction is None else reduction,
-            ignore_index=self.ignore_index,
             student_bias=self.given(self.bias),
             student_lora=lora,
             teacher_bias=teacher_bias,
             tp_group=self.tp_group,
-            logits_dtype=self.logits_dtype,
-            chunk_bytes=self.chunk_bytes,
+            **self.options_with(reduction),
         )

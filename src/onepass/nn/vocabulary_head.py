@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ class VocabularyHead(DividedParameters):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    shown: ClassVar[tuple[str, ...]] = ()  # attributes that extra_repr has always
-    usual: ClassVar[dict[str, Any]]  # and those that it has where they are not the default
+    options: ClassVar[tuple[str, ...]]  # attributes that are the op's options
+    shown: ClassVar[tuple[str, ...]] = ()  # those that extra_repr has always
+    flags: ClassVar[tuple[str, ...]] = ("skip_weight_param_allocation",)  # what else it has where it is not the default
 
     def hold_vocabulary(
         self, hidden_size: int, vocab_size: int, *, bias: bool, skip_weight_param_allocation: bool, init_method: Init | None,
@@ -54,11 +56,17 @@ class VocabularyHead(DividedParameters):
             raise ValueError(f"weight must have shape {shape}, {part}, but has {tuple(weight.shape)}")
         return weight
 
+    def options_with(self, reduction: str | None) -> dict[str, Any]:
+        """Return the op's options. A call's reduction replaces the module's, unless None."""
+        options = {name: getattr(self, name) for name in self.options}
+        return options if reduction is None else options | {"reduction": reduction}
+
     def extra_repr(self) -> str:
         said = [f"{self.hidden_size}", f"{self.vocab_size}", f"bias={self.bias is not None}"]
         said += [f"{name}={getattr(self, name)!r}" for name in self.shown]
         said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
-        for name, usual in self.usual.items():
+        parameters = signature(type(self)).parameters
+        for name in (*self.options, *self.flags):
             value = getattr(self, name)
-            said += [f"{name}={value!r}"] if value != usual else []
+            said += [f"{name}={value!r}"] if name not in self.shown and value != parameters[name].default else []
         return ", ".join(said)

@@ -9,6 +9,7 @@ None    the cost is unknown: the operator is not listed here, or the result's dt
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, reduce
 from typing import Any
@@ -49,13 +50,9 @@ _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 _NORM_BACKWARDS = frozenset({"native_layer_norm_backward", "_fused_rms_norm_backward"})
 _SOFTMAXES = frozenset({"_softmax", "_log_softmax"})
 _SOFTMAX_BACKWARDS = frozenset({"_softmax_backward_data", "_log_softmax_backward_data"})
-_ATTENTION = "_scaled_dot_product_"
-_ATTENTIONS = frozenset(f"{_ATTENTION}{kind}_attention" for kind in ("flash", "efficient", "cudnn")) | {
-    f"{_ATTENTION}flash_attention_for_cpu"
-}
-_ATTENTION_BACKWARDS = frozenset(f"{_ATTENTION}{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")) | {
-    f"{_ATTENTION}flash_attention_for_cpu_backward"
-}
+_ATTENTION_KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+_ATTENTIONS = frozenset(f"_scaled_dot_product_{kind}" for kind in _ATTENTION_KINDS)
+_ATTENTION_BACKWARDS = frozenset(f"{name}_backward" for name in _ATTENTIONS)
 _KNOWN = (
     _POINTWISE | _COMPARISONS | _REDUCTIONS | _PRODUCTS | _NORMS | _NORM_BACKWARDS | _SOFTMAXES | _SOFTMAX_BACKWARDS
     | _ATTENTIONS | _ATTENTION_BACKWARDS | {"native_dropout"}
@@ -146,6 +143,11 @@ def _fits(kind: str, argument: TraceInput) -> bool:
 # ---- bytes ----
 
 
+def total(values: Sequence[int | None]) -> int | None:
+    """Return the sum, or None if one of the values is unknown."""
+    return None if None in values else sum(value for value in values if value is not None)
+
+
 def _size(shape: tuple[int, ...], dtype: torch.dtype | None) -> int | None:
     return None if dtype is None else math.prod(shape) * dtype.itemsize
 
@@ -161,17 +163,13 @@ def _read(tensor: TraceInput) -> int | None:
 
 
 def _bytes(call: _CostCall) -> int | None:
-    sizes = [*map(_read, call.tensors()), _written(call)]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    return total([*map(_read, call.tensors()), _written(call)])
 
 
 def _written(call: _CostCall) -> int | None:
     if call.written:
-        given = [call.named[argument] for argument in call.written]
-        sizes = [_read(tensor) for tensor in given if tensor.shape is not None]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(given) else None
+        written_to = [call.named[argument] for argument in call.written]
+        return total([None if tensor.shape is None else _read(tensor) for tensor in written_to])
     tensors = call.tensors()
     if not tensors:
         return None
@@ -235,9 +233,7 @@ def _gradients(call: _CostCall) -> int | None:
     mask = call.value("output_mask").strip("[]").replace(",", " ").split()
     wanted = [name for i, name in enumerate(names) if i >= len(mask) or mask[i] == "True"]
     inputs = [call.named[name] for name in wanted if name in call.named and call.named[name].shape is not None]
-    sizes = [_size(tensor.shape or (), _CostCall.dtype(tensor)) for tensor in inputs]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    return total([_size(tensor.shape or (), _CostCall.dtype(tensor)) for tensor in inputs])
 
 
 # ---- flops ----

@@ -164,8 +164,7 @@ def _by_window(trace: Trace, events: list[TraceEvent]) -> list[list[TraceEvent]]
     starts = sorted(window.start for window in trace.windows)
     windows: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in events:
-        at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
-        windows[bisect.bisect_right(starts, at)].append(event)
+        windows[bisect.bisect_right(starts, event.queued)].append(event)
     return list(windows.values())
 
 
@@ -199,13 +198,12 @@ def _gpu_calls(trace: Trace, step_of: StepTimeline) -> list[OperatorCall]:
 
 
 def _alone(event: TraceEvent, step_of: StepTimeline) -> OperatorCall:
-    start = event.parent.start if event.parent is not None else event.start
     moved = event.args.get("bytes") if event.is_copy else None
     twice = 2 if event.name.startswith(_COPIED_TWICE) else 1
     cost = costs.Cost(None if moved is None else int(moved) * twice)
     on_device = event.name.startswith("Memset") or twice == 2
     within = tuple(around.name for around in event.parents()) if event.parent is not None else ()
-    return OperatorCall(event.name, start, event.us, step_of(event), (event.name,), (), within, cost, by_copy=on_device)
+    return OperatorCall(event.name, event.queued, event.us, step_of(event), (event.name,), (), within, cost, by_copy=on_device)
 
 
 def _called(operator: TraceEvent, us: float, step_of: StepTimeline, kernels: tuple[str, ...] = ()) -> OperatorCall:
@@ -244,8 +242,8 @@ def rows(calls: Iterable[OperatorCall], steps: int, limits: Limits) -> list[Oper
 
 def _row(name: str, calls: list[OperatorCall], steps: int, limits: Limits, whole: float) -> OperatorRow:
     us = sum(call.us for call in calls)
-    moved = _sum([call.cost.bytes for call in calls])
-    flops = _sum([call.cost.flops for call in calls])
+    moved = costs.total([call.cost.bytes for call in calls])
+    flops = costs.total([call.cost.flops for call in calls])
     gbs = moved / us / 1e3 if moved and us else None
     tflops = flops / us / 1e6 if flops and us else None
     to_copy = limits.copy_gbs if all(call.by_copy for call in calls) else None
@@ -263,11 +261,6 @@ def _row(name: str, calls: list[OperatorCall], steps: int, limits: Limits, whole
         of_copy=gbs / to_copy if gbs and to_copy else None,
         of_peak=_of_peak(calls, us, limits),
     )
-
-
-def _sum(values: list[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
 
 
 def _of_peak(calls: list[OperatorCall], us: float, limits: Limits) -> float | None:

@@ -186,12 +186,18 @@ class Recorded:
         # On a GPU the caching allocator reports the peak.
         memory = not torch.cuda.is_available()
         self._profiler = torch_profile(activities=activities, record_shapes=True, profile_memory=memory, acc_events=True)
+        self._running = False
 
     def start(self) -> None:
+        self._running = True
         self._log_level = _set_log_level(_LOG_ERRORS)
         self._profiler.start()
 
     def stop(self) -> None:
+        """Stop the session, unless it is stopped."""
+        if not self._running:
+            return
+        self._running = False
         synchronize()
         self._profiler.stop()
         if self._log_level is not None:
@@ -283,6 +289,8 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
     # On a CPU the operators' times include the profiler's overhead, so only the busy fraction is carried over.
     idle_us = wall_us - busy_us if totals.on_gpu else wall_us * (1 - busy_us / traced_us) if traced_us else 0.0
     idle_us = max(idle_us, 0.0)
+    counts = ("gap_count", "gap_us", "short_gap_us", "kernels", "launches", "graphs", "waits")
+    per_step: dict[str, Any] = {name: getattr(totals, name) / steps for name in counts}
     verdict, reasons = verdict_of(totals, table, wall_us, idle_us)
     if limits.copy_gbs is None:
         reasons = (*reasons, "too little memory is free to measure the machine's ceilings: hand them in as ceilings=")
@@ -301,14 +309,7 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
         busy_us=busy_us,
         idle_us=idle_us,
         gaps=tuple(Gap(g.before, g.after, g.count / steps, g.us / steps, g.longest_us) for g in totals.gaps),
-        gap_count=totals.gap_count / steps,
-        gap_us=totals.gap_us / steps,
-        short_gap_us=totals.short_gap_us / steps,
-        kernels=totals.kernels / steps,
-        launches=totals.launches / steps,
         launch_us=totals.launch_us,
-        graphs=totals.graphs / steps,
-        waits=totals.waits / steps,
         peak_bytes=timing.peak_bytes if timing is not None and timing.peak_bytes is not None else totals.peak_bytes,
         limits=limits,
         rows=tuple(table),
@@ -318,6 +319,7 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
         suggestions=suggestions(totals, verdict, idle_us, limits, ignored_labels),
         bars=totals.bars,
         packed_trace=gzip.compress(trace, compresslevel=1),
+        **per_step,
     )
 
 

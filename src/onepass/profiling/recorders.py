@@ -36,7 +36,6 @@ class WholeRecorder:
     def __init__(self, skip: float, seconds: float) -> None:
         self._skip, self._seconds = skip, seconds
         self._recorded: Recorded | None = None
-        self._running = False
 
     def __enter__(self) -> None:
         self._before = signal.signal(signal.SIGALRM, self._alarm)
@@ -59,14 +58,13 @@ class WholeRecorder:
 
     def _start(self) -> None:
         say(f"recording, for {self._seconds:g} s at most" if self._seconds else "recording")
-        self._recorded, self._running = Recorded(), True
+        self._recorded = Recorded()
         self._recorded.start()
         if self._seconds:
             signal.setitimer(signal.ITIMER_REAL, self._seconds, _AGAIN_S)
 
     def _stop(self) -> None:
-        if self._recorded is not None and self._running:
-            self._running = False
+        if self._recorded is not None:
             self._recorded.stop()
 
     def profile(self) -> Profile:
@@ -122,7 +120,6 @@ class CallRecorder:
         self._peak: int | None = None
         self._labels = LabelCounter()
         self._recorded: Recorded | None = None
-        self._running = False
 
     def __enter__(self) -> None:
         self._compile = torch.compile
@@ -130,8 +127,7 @@ class CallRecorder:
 
     def __exit__(self, *_: object) -> None:
         torch.compile = self._compile
-        if self._running and self._recorded is not None:
-            self._running = False
+        if self._recorded is not None:
             self._recorded.stop()
 
     def decorate(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +158,7 @@ class CallRecorder:
             return self._timed(call)
         if number == timed:  # not recorded: the first call under the profiler pays for its start-up
             say(f"recording the next {self._steps} calls of {self._name}")
-            self._recorded, self._running = Recorded(), True
+            self._recorded = Recorded()
             self._recorded.start()
             with self._labels.watch():
                 return call()

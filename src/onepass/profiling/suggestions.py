@@ -85,7 +85,7 @@ def _norms(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
         if seen:
             added = sum(
                 before.name == "aten::add" and before.step == call.step and _shape(before) == _shape(call)
-                for before, call in _followed(calls)
+                for before, call in pairwise(_working(calls))
                 if call.name == f"aten::{name}"
             )
             more = f"; {_count(added, steps)} follow an addition of their shape: residual= takes it in" if added else ""
@@ -303,10 +303,6 @@ def _named(calls: Sequence[OperatorCall], *names: str) -> list[OperatorCall]:
 
 def _working(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
     return [call for call in calls if call.works and call.name not in _FREE]
-
-
-def _followed(calls: Sequence[OperatorCall]) -> Iterable[tuple[OperatorCall, OperatorCall]]:
-    return pairwise(_working(calls))
 
 
 def _shapes(call: OperatorCall) -> list[tuple[int, ...]]:

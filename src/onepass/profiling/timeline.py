@@ -40,8 +40,7 @@ class StepTimeline:
         return not self._starts or event.start < self._ends[self(event)]
 
     def __call__(self, event: TraceEvent) -> int:
-        at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
-        return max(bisect.bisect_right(self._starts, at) - 1, 0)
+        return max(bisect.bisect_right(self._starts, event.queued) - 1, 0)
 
 
 def unit(event: TraceEvent | None) -> TraceEvent | None:

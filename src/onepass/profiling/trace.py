@@ -58,6 +58,11 @@ class TraceEvent:
         return self.end - self.start
 
     @property
+    def queued(self) -> float:
+        """When a kernel was launched, where that is known. When anything else began."""
+        return self.parent.start if self.kind == "gpu" and self.parent is not None else self.start
+
+    @property
     def is_launch(self) -> bool:
         return self.kind == "runtime" and _LAUNCH.match(self.name) is not None
 
@@ -127,8 +132,7 @@ def read(data: dict[str, Any]) -> Trace:
     windows = [event for event in marks if event.name == WINDOW] or _whole(ops, gpu)
 
     def within(event: TraceEvent) -> bool:  # a kernel counts by its launch, as it may run after the window
-        at = event.parent.start if event.kind == "gpu" and event.parent is not None else event.start
-        return any(window.start <= at <= window.end for window in windows)
+        return any(window.start <= event.queued <= window.end for window in windows)
 
     return Trace(
         [event for event in ops if within(event)],
@@ -174,8 +178,7 @@ def _nest(events: list[TraceEvent]) -> None:
 
 def _whole(ops: list[TraceEvent], gpu: list[TraceEvent]) -> list[TraceEvent]:
     if gpu:
-        starts = [event.parent.start if event.parent is not None else event.start for event in gpu]
-        return [TraceEvent("mark", WINDOW, min(starts), max(event.end for event in gpu), (0, 0))]
+        return [TraceEvent("mark", WINDOW, min(event.queued for event in gpu), max(event.end for event in gpu), (0, 0))]
     if ops:
         return [TraceEvent("mark", WINDOW, ops[0].start, max(event.end for event in ops), (0, 0))]
     return []
