@@ -126,7 +126,7 @@ def test_less_is_written_between():
 def asked(**changed):
     layers = Layers()
     x = torch.randn(TOKENS, K, dtype=torch.bfloat16, device=DEVICE)
-    given = {"x": x, "late": None, "weights": [layers.gate, layers.up], "down": layers.down, "activation": "swiglu"}
+    given = {"x": x, "norm_weight": None, "weights": [layers.gate, layers.up], "down": layers.down, "activation": "swiglu"}
     return compiled_mlp.use_gated_mlp(**(given | {"precision": "fp8"} | changed))
 
 
@@ -152,10 +152,10 @@ MUTANTS = {
     "the activation's codes at another scale": ("_up_gradient", "FP8Target(E4M3, scale)", "FP8Target(E4M3, 4 * scale)"),
     "magnitudes of up's gradient not noted": ("_up_gradient", "run(target, FP8", "run(target._replace(amax=None), FP8"),
     "codes of the gradient at another scale": (
-        "_GatedMLP.backward", "transposed, inverse, *normed", "transposed, 2 * inverse, *normed",
+        "GatedMLPRows.backward", "transposed, gradient_inverse, *normed", "transposed, 2 * gradient_inverse, *normed",
     ),
-    "no gradient of the residual stream": ("_GatedMLP.backward", "dnormed, dh, requests", "dnormed, None, requests"),
-    "weights' gradients exchanged": ("_GatedMLP.backward", "ddown, *dweights", "ddown, *dweights[::-1]"),
+    "no gradient of the residual stream": ("GatedMLPRows.backward", "dnormed, dx, requests", "dnormed, None, requests"),
+    "weights' gradients exchanged": ("GatedMLPRows.backward", "inputs, *parts", "inputs, *parts[::-1]"),
 }  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def test_under_autocast():
 
 MUTANTS = {
     "x's inverse is another": (in_graph, "forward_in_graph", "call.x_inverse.clone(), ", "call.x_inverse.clone() * 2, "),
-    "x's scale is another": (in_graph, "CompiledFP8Product.forward_several", "E4M3, x_scale", "E4M3, 4 * x_scale"),
+    "x's scale is another": (in_graph, "CompiledFP8Product.forward", "E4M3, x_scale", "E4M3, 4 * x_scale"),
     "dy's scale is another": (in_graph, "_output_gradient", "operand.inverse.clone()", "operand.inverse * 2"),
     "magnitudes are not noted": (in_graph, "forward_in_graph", "if noted else None", "if not noted else None"),
     "an update is not seen": (fp8_weight, "FP8Weight.update", "not in (None, version) and", "is None and"),

@@ -13,7 +13,7 @@ from onepass.gradients.packed_params import pack
 from onepass.kernels.language import triton
 from onepass.ops.norm import compiled_projections
 from onepass.ops.norm.formula import NormOptions
-from onepass.product import in_graph
+from onepass.product import function, in_graph
 from onepass.testing.mutants import mutate
 
 pytestmark = [
@@ -188,17 +188,17 @@ def test_an_update_between_forward_and_backward_raises():
         y.sum().backward()
 
 
-BACKWARD, FORWARD = (compiled_projections, "_Projections.backward"), (compiled_projections, "_parts")
 MUTANTS = {
     "updates of the first alone are seen": (fp8_updates, "version_of", ", *[parameter._version for parameter in packed[1:]]", ""),
     "copies that nobody recognises": (in_graph, "one_of", "whole.packed = tensors", "whole.copied = tensors"),
     "weights in another order": (in_graph, "one_of", "concat_no_grad(tensors)", "concat_no_grad(tensors[::-1])"),
-    "biases left out": (*FORWARD, "[] if biases[0] is None else biases", "[]"),
-    "products in sixteen bits": (compiled_projections, "_recipe", "recipe = recipe_of(precision)", "recipe = None"),
+    "biases left out": (in_graph, "CompiledFP8Product.forward", "weights, biases, recipe", "weights, [], recipe"),
+    "products in sixteen bits": (compiled_projections, "_run", "recipe_of(precision)", "None"),
     "gradients of x in the place of its norm's": (
-        *BACKWARD, "start_input(prologue, kept,", "start_input(Rows(prologue.x_type, prologue.dtype), kept[:1],"
+        function, "_alone", "start_input(prologue, kept,", "start_input(Rows(prologue.x_type, prologue.dtype), kept[:1],"
     ),
-    "no gradient of the residual stream": (*BACKWARD, "drows, dx, of_inputs", "drows, None, of_inputs"),
+    "no gradient of the residual stream": (function, "_alone", "dx, of_inputs,", "None, of_inputs,"),
+    "gradients of each other's rows": (function, "_of_parts", "grad.split(row_counts)", "grad.roll(1, 0).split(row_counts)"),
 }  # fmt: skip
 
 
@@ -209,8 +209,9 @@ def test_a_mutant_is_found(name):
 
     def found(library):
         layers = Layers(True, "rms_norm")
-        own = {"recipe": library.FP8Recipe(**vars(RECIPES["delayed"])), "options": library.NormOptions}  # of a copied package
-        results = steps(partial(layers.of_several, library=library, **own), layers)
+        recipe = type(library.recipe_of("fp8"))(**vars(RECIPES["delayed"]))  # of a copied package, as the options are
+        call = partial(layers.of_several, recipe=recipe, options=library.NormOptions, library=library)
+        results = steps(call, layers)
         close = all(decibels(ours, theirs) > 48 for ours, theirs in zip(results, expected, strict=True))
         if not close or not hasattr(layers.weights[0], "fp8"):
             return False

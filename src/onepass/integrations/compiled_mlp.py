@@ -1,4 +1,4 @@
-"""A gated MLP after its norm, compiled and in eight bits, as one function for autograd.
+"""A gated MLP after its norm, compiled and in eight bits: a prologue of down's product, which has all that comes before it.
 
 Formula  y = down(act(up(norm(h)))), h = x + residual; up: the rows of several weights, gates before values.
 Saves    h, up's result and the rows' statistics, as the two products do that this stands for.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from onepass.distributed.tensor_parallel import rows_of
 from onepass.gradients.fp8_scales import factors_of
 from onepass.gradients.fp8_weight import FP8Operand, multiply, turned_weight
 from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere
+from onepass.gradients.vectors import VectorGrads
 from onepass.ops.activation import fp8
 from onepass.ops.activation.activation_rows import ActivationRows
 from onepass.ops.activation.activations import activation_of, find_activation
@@ -27,11 +28,12 @@ from onepass.ops.activation.kernels import activation_unsupported
 from onepass.ops.norm.compiled_projections import use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_rows import NormRows, norm_rows
-from onepass.product.fp8 import PRODUCT
-from onepass.product.in_graph import LOOKS_AT_A_STATE, CompiledFP8Product, state_in_graph
+from onepass.product.fp8 import PRODUCT, start_transposed
+from onepass.product.function import run_linear
+from onepass.product.in_graph import LOOKS_AT_A_STATE, CompiledFP8Call, CompiledFP8Product, state_in_graph
+from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime import saved
 from onepass.runtime.backend import choose
-from onepass.runtime.dispatch import fast_apply, not_twice_differentiable
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, fits_fp8, turned_width
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import Registered
@@ -77,57 +79,60 @@ _up_gradient_op = Registered(
 )
 
 
-# ---- autograd ----
+# ---- the prologue ----
 
 
-class _GatedMLP(torch.autograd.Function):
-    """y, and what came to the norm: the sum of x and the residual, or x itself."""
+class GatedMLPRows(NamedTuple):
+    """act(up(norm(h))), as a product in eight bits in a graph asks for it.
 
-    @staticmethod
-    def forward(
-        ctx: Any, norm: NormRows, activation: ActivationRows, recipe: FP8Recipe, x: Tensor, norm_weight: Tensor | None,
-        norm_bias: Tensor | None, residual: Tensor | None, down: Tensor, *weights: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        product, needs = CompiledFP8Product(recipe), [True] * 6
-        inputs = x, norm_weight, norm_bias, residual
-        packed, _, kept, ctx.up = product.forward_several(norm, inputs, weights, [], needs)
-        y, _, _, ctx.down = product.forward(activation, (packed, None, None), down, None, needs)
-        ctx.norm, ctx.activation, ctx.recipe, ctx.rows = norm, activation, recipe, [weight.shape[0] for weight in weights]
-        ctx.save_for_backward(packed, down, *kept, *weights)
-        h = kept[0]
-        assert h is not None
-        return y, h
+    Inputs: the norm's, and up's weights. Kept: what the norm keeps, up's result, what up's backward needs, and its weights.
+    """
 
-    @staticmethod
-    @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
-        packed, down, *rest = ctx.saved_tensors
-        kept, weights = rest[:4], rest[4:]
-        requests = [GradRequest.ACCUMULATE if need else GradRequest.SKIP for need in ctx.needs_input_grad[3:7]]
-        dactivated, operand = ctx.down.output_gradient(dy, None, None, True, True, later=False)
-        given = dactivated, packed, ctx.down.target.scale, weights, ctx.up.factors, ctx.activation.options, ctx.recipe
-        dnormed, transposed, inverse, activated = _up_gradient_op(*given)
-        ddown = PRODUCT.returned(*operand, activated, ctx.down.x_inverse, down)
-        made = ctx.norm.backward(kept, None, dnormed, dh, requests, ours=False)
-        normed = ctx.up.start_input(ctx.norm, kept, made, later=False)()
-        dweights = PRODUCT.returned(transposed, inverse, *normed, weights[0]).split(ctx.rows)
-        return None, None, None, *made.inputs, ddown, *dweights
+    norm: NormRows
+    activation: ActivationRows
+    recipe: FP8Recipe  # of up
+    dtype: torch.dtype
+
+    vectors: tuple[str, ...] = ("norm_weight", "norm_bias")
+    returns: tuple[bool, bool] = (False, True)
+
+    def in_graph(self, inputs: Inputs, *product: Any, needs: Needs) -> tuple[Sequence[Any], Kept]:
+        of_norm, weights = inputs[:_NORM], inputs[_NORM:]
+        up = CompiledFP8Product(self.recipe, num_weights=len(weights))
+        packed, _, kept, call = up.forward(self.norm, of_norm, weights, (), needs)
+        results, _ = self.activation.in_graph((packed, None, None), *product, needs=needs)
+        assert isinstance(call, CompiledFP8Call) and call.target is not None
+        return results, (*kept, packed, call.x_inverse, call.target.scale, call.factors, *weights)
+
+    def backward(
+        self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
+        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
+    ) -> PrologueGradients:  # fmt: skip
+        of_norm, (packed, inverse, scale, factors, *weights) = kept[:_NORM], kept[_NORM:]
+        if drows is None:  # h alone was used
+            made = self.norm.backward(of_norm, vectors, None, dx, requests[:_NORM])
+            return made._replace(inputs=(*made.inputs, *[None for _ in weights]))
+        assert target is not None and inverse is not None
+        dnormed, transposed, gradient_inverse, activated = _up_gradient_op(
+            drows, packed, target.scale, weights, factors, self.activation.options, self.recipe
+        )
+        made = self.norm.backward(of_norm, vectors, dnormed, dx, requests[:_NORM], ours=False)
+        normed = start_transposed(self.norm, of_norm, made, FP8Target(E4M3, scale), inverse)()
+        dweights = PRODUCT.returned(transposed, gradient_inverse, *normed, weights[0])
+        parts = dweights.split([weight.shape[0] for weight in weights if weight is not None])
+        return made._replace(inputs=(*made.inputs, *parts), transposed=activated)
 
 
-_apply = fast_apply(_GatedMLP)
+_NORM = 4  # inputs of the norm, and tensors that it keeps
 
 
 # ---- what a model asks ----
 
 
 def use_gated_mlp(
-    x: Tensor, late: Tensor | None, weights: Sequence[Tensor], down: Tensor, activation: str, precision: Precision
+    x: Tensor, norm_weight: Tensor | None, weights: Sequence[Tensor], down: Tensor, activation: str, precision: Precision
 ) -> bool:  # fmt: skip
-    """Compiled, whether this is for the function: in eight bits at scales known before, all weights trained.
-
-    Args:
-        late: as in `use_compiled_projections`.
-    """
+    """Compiled, whether this is for the prologue: in eight bits at scales known before, all weights trained."""
     recipe, act = recipe_of(precision), find_activation(activation)
     if recipe is None or recipe.scaling != "delayed" or not recipe.has_wgrad or not torch.is_grad_enabled():
         return False
@@ -135,7 +140,7 @@ def use_gated_mlp(
     if not trained or accumulates_elsewhere(down) or down.dtype != x.dtype or not fits_fp8(down.shape):
         return False
     kernels_take_it = choose("activation_linear", None, activation_unsupported(x, act)) == "triton"
-    return kernels_take_it and use_compiled_projections(x, late, weights, [], precision)
+    return kernels_take_it and use_compiled_projections(x, norm_weight, weights, [], precision)
 
 
 def gated_mlp(
@@ -146,10 +151,8 @@ def gated_mlp(
     recipe, options = recipe_of(precision), ActivationOptions(find_activation(activation).key, None, None)
     assert recipe is not None
     check_fp8(x, down)
-    prologue = norm_rows(x, residual, norm, x.dtype)
     stored = saved.saved_format(x, "input", activation_of(options.activation).parts)
     activated = ActivationRows(options, True, stored, x.dtype)
-    y: tuple[Tensor, Tensor] = _apply(
-        prologue, activated, recipe, x, norm_weight, norm_bias, residual, down, *weights
-    )  # fmt: skip
-    return y
+    mlp: Any = GatedMLPRows(norm_rows(x, residual, norm, x.dtype), activated, recipe, x.dtype)
+    inputs = x, norm_weight, norm_bias, residual, *weights
+    return run_linear(mlp, CompiledFP8Product(recipe), inputs, down, None)  # type: ignore[no-any-return]

@@ -238,8 +238,9 @@ class FP8Product(NamedTuple):
     deferred: DeferredWgrad | None = None
 
     takes_unrounded: bool = True
+    num_weights: int = 1
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs) -> Forward:
+    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         state, layout, rows = self.state, self.layout, None
         state.update(weight)
         if prologue.returns[0]:  # by a pass of their own: codes are those of unrounded rows, whoever else takes these

@@ -31,7 +31,7 @@ from onepass.gradients.main_grad import (
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
 from onepass.product.fp8 import FP8Product
 from onepass.product.in_graph import CompiledFP8Product
-from onepass.product.product import PlainProduct, Product
+from onepass.product.product import Biases, PlainProduct, Product, Weights
 from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
 from onepass.product.rows import Rows
 from onepass.runtime.checks import FLOATING
@@ -45,20 +45,24 @@ _FIRST = 2  # arguments before the tensors
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, prologue: Prologue, product: Product, *tensors: Tensor | None) -> Any:
-        """`tensors`: the prologue's inputs, the weight and the bias."""
+    def forward(ctx: Any, prologue: Prologue, product: Product, *tensors: Any) -> Any:
+        """`tensors`: the prologue's inputs, the weight and the bias; as many of both as the product takes."""
         graph_break_if_deferred(product.deferred)
-        *inputs, weight, bias = tensors
-        assert weight is not None
+        ctx.prologue, ctx.count, ctx.row_counts = prologue, len(tensors), None
         needs = ctx.needs_input_grad[_FIRST:]  # read once: autograd makes the tuple anew each time
+        if product.num_weights > 1:
+            tensors, needs = _joined(tensors, product.num_weights, tuple), _joined(needs, product.num_weights, any)
+        *inputs, weight, bias = tensors
         y, rows, kept, ctx.product = product.forward(prologue, inputs, weight, bias, needs)
-        ctx.prologue, ctx.count = prologue, len(tensors)
+        saved = (weight if any(needs[:-2]) else None,)
+        if product.num_weights > 1:
+            ctx.row_counts, saved, weight, bias = [part.shape[0] for part in weight], weight, weight[0], bias[0]
         weight_place = main_grad_of(weight) if needs[-2] else None
         bias_place = main_grad_of(bias) if bias is not None and needs[-1] else None
         ctx.parameters, ctx.main_grads = (weight, bias), (weight_place, bias_place)
         vectors = len(prologue.vectors)
         ctx.vectors = saved_vectors(ctx, _FIRST + 1, *inputs[1 : 1 + vectors]) if vectors else None
-        ctx.save_for_backward(*kept, weight if any(needs[:-2]) else None)
+        ctx.save_for_backward(*kept, *saved)
         returns_rows, returns_x = prologue.returns
         if not (returns_rows or returns_x):
             return writable(y)
@@ -70,18 +74,25 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
-        *kept, weight = ctx.saved_tensors
-        requests = grad_requests(ctx, ctx.count, first=_FIRST)
+        asked, row_counts = grad_requests(ctx, ctx.count, first=_FIRST), ctx.row_counts
+        requests: Sequence[GradRequest] = asked
+        if row_counts is None:
+            *kept, weight = ctx.saved_tensors
+        else:
+            count, saved = len(row_counts), ctx.saved_tensors
+            kept, weight, requests = saved[:-count], saved[-count:], _joined(asked, count, _request_of_any)
         returns_rows, returns_x = ctx.prologue.returns
         came = more[0] if returns_rows else None, more[-1] if returns_x else None
         layout = ctx.product.layout
         if layout is None or layout.by_row or dy is None:
-            return None, None, *_alone(ctx, weight, kept, requests, dy, *came)
-        return None, None, *_over_ranks(ctx, weight, kept, requests, dy, *came)
+            grads = _alone(ctx, weight, kept, requests, dy, *came)
+        else:
+            grads = _over_ranks(ctx, weight, kept, requests, dy, *came)
+        return None, None, *(grads if row_counts is None else _of_parts(grads, row_counts, asked))
 
 
 def _alone(
-    ctx: Any, weight: Tensor | None, kept: Kept, requests: Sequence[GradRequest], dy: Tensor | None, drows: Tensor | None,
+    ctx: Any, weight: Any, kept: Kept, requests: Sequence[GradRequest], dy: Tensor | None, drows: Tensor | None,
     dx: Tensor | None,
 ) -> Grads:  # fmt: skip
     """The prologue's backward makes the rows again, in its own pass."""
@@ -115,7 +126,7 @@ def _alone(
 
 
 def _over_ranks(
-    ctx: Any, weight: Tensor | None, kept: Kept, requests: Sequence[GradRequest], dy: Tensor, drows: Tensor | None,
+    ctx: Any, weight: Any, kept: Kept, requests: Sequence[GradRequest], dy: Tensor, drows: Tensor | None,
     dx: Tensor | None,
 ) -> Grads:  # fmt: skip
     """Rows come from all ranks under the product for their gradient, whose sum comes under the product for the weight."""
@@ -142,6 +153,24 @@ def _over_ranks(
             found = inputs[1 : 1 + len(prologue.vectors)]
             inputs[1 : 1 + len(prologue.vectors)] = vectors.put(made.into, *found)
     return *inputs, dweight, dbias
+
+
+def _joined(values: Sequence[Any], count: int, join: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Join the last values: `count` of the weights, and as many of their biases."""
+    return *values[: -2 * count], join(values[-2 * count : -count]), join(values[-count:])
+
+
+def _request_of_any(requests: Sequence[GradRequest]) -> GradRequest:
+    return GradRequest.ACCUMULATE if _any(requests) else SKIP
+
+
+def _of_parts(grads: Grads, row_counts: list[int], requests: Sequence[GradRequest]) -> Grads:
+    """Split the gradients of all weights and of all biases."""
+    *of_inputs, dweight, dbias = grads
+    no_parts = [None] * len(row_counts)
+    dweights, dbiases = (no_parts if grad is None else grad.split(row_counts) for grad in (dweight, dbias))
+    each = zip((*of_inputs, *dweights, *dbiases), requests, strict=True)
+    return [None if request is SKIP else grad for grad, request in each]
 
 
 def _any(requests: Sequence[GradRequest]) -> bool:
@@ -221,9 +250,17 @@ def run_linear(prologue: Prologue, product: Product, inputs: Inputs, weight: Ten
     if not (torch.is_grad_enabled() and (weight.requires_grad or needs_grad(bias, *inputs))):
         y, rows, kept, _ = product.forward(prologue, inputs, weight, bias, None)
         return _results(y, prologue, rows, kept)
-    found = _apply(prologue, product, *inputs, weight, bias)
-    product.mark_output(found[0] if isinstance(found, tuple) else found, bias)
-    return found
+    results = _apply(prologue, product, *inputs, weight, bias)
+    product.mark_output(results[0] if isinstance(results, tuple) else results, bias)
+    return results
+
+
+def run_packed_linear(prologue: Prologue, product: Product, inputs: Inputs, weights: Weights, biases: Biases) -> Any:
+    """`run_linear` of a product of several weights."""
+    if not needs_grad(*inputs, *weights, *biases):
+        y, rows, kept, _ = product.forward(prologue, inputs, weights, biases, None)
+        return _results(y, prologue, rows, kept)
+    return _apply(prologue, product, *inputs, *weights, *biases)
 
 
 def is_plain(product: Product, weight: Tensor, bias: Tensor | None) -> bool:

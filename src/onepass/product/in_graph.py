@@ -147,21 +147,18 @@ class CompiledFP8Call(NamedTuple):
 
 
 class CompiledFP8Product(NamedTuple):
-    """A product in eight bits in a graph: a `Product`. A call that defers breaks the graph, and doesn't defer."""
+    """A product of one or several weights in eight bits in a graph: a `Product`. A call that defers breaks the graph."""
 
     recipe: FP8Recipe
     deferred: DeferredWgrad | None = None
+    num_weights: int = 1
 
     takes_unrounded: bool = True
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs) -> Forward:
-        return self.forward_several(prologue, inputs, [weight], [] if bias is None else [bias], needs)
-
-    def forward_several(
-        self, prologue: Prologue, inputs: Inputs, weights: Sequence[Tensor], biases: Sequence[Tensor], needs: Needs
-    ) -> Forward:  # fmt: skip
-        """The same of the rows of several weights."""
+    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         rows, recipe = prologue.rows(inputs, None)[0] if prologue.returns[0] else None, self.recipe
+        weights, biases = (weight, bias) if self.num_weights > 1 else ((weight,), (bias,))
+        biases = [bias for bias in biases if bias is not None]
         (y, x_inverse, x_scale, factors), kept = prologue.in_graph(inputs, weights, biases, recipe, needs=needs)
         target = FP8Target(E4M3, x_scale) if recipe.has_wgrad else None
         return y, rows, kept, CompiledFP8Call(weights, recipe, x_inverse, target, factors)

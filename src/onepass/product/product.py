@@ -6,7 +6,7 @@ in main_grad, hands to autograd, or keeps for `DeferredWgrad`. distributed/tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -50,7 +50,7 @@ class ProductCall(Protocol):
         """
 
     def output_gradient(
-        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+        self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
     ) -> OutputGradient:  # fmt: skip
         """Make the rows' gradient, with what `came` for them otherwise. Collective where dy's rows are gathered.
 
@@ -62,6 +62,9 @@ class ProductCall(Protocol):
     ) -> Tensor | None:  # fmt: skip
         """Put the weight's gradient, or where it is deferred its operands, where it belongs. Return what autograd gets."""
 
+
+Weights = Sequence[Tensor]
+Biases = Sequence[Tensor | None]
 
 # plain tuples: a NamedTuple takes .5 us of a call's 20
 OutputGradient = tuple[Tensor | None, Any]  # the rows' gradient, and what the weight's takes of dy
@@ -78,9 +81,12 @@ class Product(Protocol):
     @property
     def deferred(self) -> DeferredWgrad | None: ...
 
-    def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs
-    ) -> Forward: ...  # fmt: skip
+    @property
+    def num_weights(self) -> int:
+        """How many weights it takes, as one that has all their rows. Gradients of several go to autograd."""
+
+    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
+        """Multiply. Of several weights `weight` and `bias` are tuples."""
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         """Let the backward of the op that takes y know what this product takes as its gradient."""
@@ -94,8 +100,9 @@ class PlainProduct(NamedTuple):
 
     target: None = None
     takes_unrounded: bool = False
+    num_weights: int = 1
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Tensor, bias: Tensor | None, needs: Needs) -> Forward:
+    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         rows, kept = prologue.rows(inputs, needs)
         return tp_product(rows, weight, bias, self.layout), rows, kept, self
 

@@ -18,7 +18,7 @@ from onepass.integrations import huggingface
 from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
-from onepass.ops.norm import compiled_projections as module
+from onepass.product import packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES, SIZES = ("q", "k", "v"), (12, 4, 8)
@@ -194,6 +194,6 @@ def test_the_ops_are_what_they_say():
     weights, biases = ([getattr(getattr(model, name), kind).detach() for name in NAMES] for kind in ("weight", "bias"))
     tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
     for some in (biases, []):
-        torch.library.opcheck(module._product_op, (x.detach(), weights, some), test_utils=tests)
+        torch.library.opcheck(packed._product_op, (x.detach(), weights, some), test_utils=tests)
     dy = torch.randn(2, 5, sum(SIZES), device=DEVICE)
-    torch.library.opcheck(module._gradient_op, (dy, weights), test_utils=tests)
+    torch.library.opcheck(packed._gradient_op, (dy, weights), test_utils=tests)
