@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu.calls import at_the_side, captured, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
 from ops.calls import equal
-from ops.embedding_oracle import BF16, FP16, FP32, Case, judge_case, main_cases
+from ops.embedding_oracle import BF16, FP16, FP32, Case, judge_case
 
 import onepass
 import onepass.ops.embedding.embedding as module
@@ -30,12 +30,6 @@ def step(ids, weight, dy, **options):
     weight = weight.detach().requires_grad_()
     y = onepass.embedding(ids, weight, backend="triton", **options)
     return [y.detach(), *torch.autograd.grad(y, weight, dy)]
-
-
-@pytest.mark.parametrize("case", main_cases(), ids=str)
-def test_within_the_budget(case):
-    report = judge_case(module, case)
-    assert report, f"{case}\n{report}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu.calls import captured, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
 from ops.calls import equal
-from ops.gated_norm_oracle import Case, judge_case, real_cases, small_cases
+from ops.gated_norm_oracle import Case, judge_case
 
 import onepass
 import onepass.ops.norm.gated_norm as module
@@ -31,12 +31,6 @@ def step(x, z, weight, dy, **options):
     leaves = [t.detach().requires_grad_() for t in (x, z, weight)]
     y = onepass.gated_rms_norm(*leaves, backend="triton", **options)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
-@pytest.mark.parametrize("case", [*small_cases(), *real_cases()], ids=str)
-def test_within_the_budget(case):
-    report = judge_case(module, case)
-    assert report, f"{case}\n{report}"
 
 
 @norm_first_or_not

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.kernels.language import triton
+from onepass.testing.mutants import copy_package
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
@@ -63,6 +64,15 @@ def says(words, raised):
     """Assert that an error's message contains all these words."""
     for word in words:
         assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
+
+
+def check_copy(module, cases, judge_case):
+    """Assert that an unchanged copy of the package passes: a mutant that fails then does so for its change."""
+    copy = copy_package(module)
+    assert copy is not module
+    for case in cases:
+        report = judge_case(copy, case)
+        assert report, report
 
 
 _catches = {}  # case: how many had caught a mutant before it did so last

@@ -4,12 +4,12 @@ import importlib
 
 import pytest
 from ops.attention_oracle import judge_case, small_cases
-from ops.calls import caught
+from ops.calls import caught, check_copy
 
 pytest.importorskip("triton")
 from onepass.ops.attention import arguments, backward, documents, formula, forward, grouped, layout, scores
 from onepass.ops.attention import document_kernels as kernels
-from onepass.testing.mutants import copy_package, mutate
+from onepass.testing.mutants import mutate
 
 module = importlib.import_module("onepass.ops.attention.attention")
 
@@ -90,9 +90,4 @@ def test_mutants_are_caught(name):
 
 
 def test_a_copy_without_a_change_passes():
-    copy = copy_package(module)
-    assert copy is not module
-    assert copy.attention is not module.attention
-    for case in CASES[::3]:
-        report = judge_case(copy, case)
-        assert report, report
+    check_copy(module, CASES[::3], judge_case)

@@ -1,7 +1,7 @@
 """Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
-from ops.calls import caught
+from ops.calls import caught, check_copy
 from ops.rope_oracle import judge_case, small_cases, small_normed_cases
 
 import onepass.ops.attention.rope as module
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from onepass.kernels import column_reduce, rows
 from onepass.ops.attention import rope_kernels as kernels
 from onepass.ops.attention import rope_norm, rope_norm_kernels
-from onepass.testing.mutants import copy_package, mutate
+from onepass.testing.mutants import mutate
 
 CASES, NORMED = small_cases(), small_normed_cases()
 MUTANTS = {  # name: module, function, what is there, what stands there instead
@@ -118,9 +118,4 @@ def test_mutants_are_caught(name):
 
 
 def test_a_copy_without_a_change_passes():
-    copy = copy_package(module)
-    assert copy is not module
-    assert copy.rope is not module.rope
-    for case in CASES[::3] + NORMED[::3]:
-        report = judge_case(copy, case)
-        assert report, report
+    check_copy(module, CASES[::3] + NORMED[::3], judge_case)

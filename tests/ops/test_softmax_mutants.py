@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from ops.calls import caught
+from ops.calls import caught, check_copy
 from ops.softmax_oracle import judge_case, main_cases
 
 import onepass.ops.softmax.softmax as module
@@ -11,7 +11,7 @@ import onepass.ops.softmax.softmax as module
 pytest.importorskip("triton")
 from onepass.kernels import layout
 from onepass.ops.softmax import kernels
-from onepass.testing.mutants import copy_package, mutate
+from onepass.testing.mutants import mutate
 
 CASES = sorted(main_cases(), key=lambda case: math.prod(case.shape[:-1]))  # programs cost: most are caught by a few
 MUTANTS = {  # name: module, function, what is there, what stands there instead
@@ -72,8 +72,4 @@ def test_mutants_are_caught(name):
 
 
 def test_a_copy_without_a_change_passes():
-    copy = copy_package(module)
-    assert copy is not module and copy.softmax is not module.softmax
-    for case in CASES[:8]:
-        report = judge_case(copy, case)
-        assert report, report
+    check_copy(module, CASES[:8], judge_case)

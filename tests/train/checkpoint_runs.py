@@ -2,13 +2,12 @@
 
 import json
 import re
-from pathlib import Path
+from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from parallel.adamw_oracle import rounded
-from parallel.meeting import join
 from safetensors.torch import load_file
 
 import onepass
@@ -115,19 +114,18 @@ def whole(path):
 # ---- on several ranks ----
 
 
-def run(rank, ranks, folder, backend):
+rank_context = partial(onepass.use_backend, "torch")
+
+
+def run_layouts(group, folder):
     """Run all layouts. Each loads the previous one's checkpoint, saves it again, trains, saves, and resumes from that."""
-    join(rank, ranks, folder, backend)
-    folder, found = Path(folder), {}
-    path = checkpoint.find(folder / "one")
-    with onepass.use_backend("torch"):
-        for at, (name, settings) in enumerate(LAYOUTS[ranks].items()):
-            path, found[name] = case(folder / name, path, 2 + 2 * at, KIND[ranks], settings)
-        found["full"] = full(folder / "full", rank)
-        found["first loss"] = [first_loss(settings | NARROW) for settings in ({}, FSDP, FSDP | {"recompute_granularity": "full"})]
-        found["damaged"] = damaged(folder / "damaged", rank)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    found, path, ranks = {}, checkpoint.find(folder / "one"), group.size()
+    for at, (name, settings) in enumerate(LAYOUTS[ranks].items()):
+        path, found[name] = case(folder / name, path, 2 + 2 * at, KIND[ranks], settings)
+    found["full"] = full(folder / "full", group.rank())
+    found["first loss"] = [first_loss(settings | NARROW) for settings in ({}, FSDP, FSDP | {"recompute_granularity": "full"})]
+    found["damaged"] = damaged(folder / "damaged", group.rank())
+    return found
 
 
 def case(folder, path, step, kind, settings):

@@ -1,11 +1,9 @@
 """Small training runs with products in eight bits, on one rank and on several."""
 
-from pathlib import Path
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from parallel.fp8_layers import running
-from parallel.meeting import join
 from train.checkpoint_runs import batch, configured, saved
 
 from onepass.gradients import fp8_weight
@@ -114,14 +112,11 @@ class FreshCodes:
 # ---- on several ranks ----
 
 
-def run(rank, ranks, folder, backend):
-    join(rank, ranks, folder, backend)
-    with running("formulas"):
-        torch.save(found_on_ranks(Path(folder)), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+rank_context = partial(running, "formulas")
 
 
-def found_on_ranks(folder):
+def found_on_ranks(group, folder):
+    """Run each layout, and what is special about some. Return what each found on this rank, by name."""
     found = {}
     for name, settings in LAYOUTS.items():
         found[name] = case(folder / name, settings)

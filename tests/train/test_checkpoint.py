@@ -1,4 +1,4 @@
-"""Checkpoints: exact, whole or not there, under any layout, harmless. Processes run checkpoint_runs.py, checkpoint_killed.py."""
+"""Checkpoints: exact, whole or not there, under any layout, harmless. Ranks run checkpoint_runs.py."""
 
 import json
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from parallel import worlds
 from parallel.adamw_oracle import rounded
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,7 +21,7 @@ from onepass.train import checkpoint
 from onepass.train.checkpoint import folders, storage
 from onepass.train.setup import make
 
-needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+WORLDS = [worlds.PAIRS[0], worlds.FOURS[0]]
 
 
 def same(path, other):
@@ -118,21 +117,19 @@ def test_bf16_masters_are_written_from_the_gradients_memory(tmp_path, monkeypatc
 # ---- several ranks ----
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def found(request, tmp_path_factory):
-    """The checkpoint of one rank, what each of several has found, and the name of their model's kind."""
+@pytest.fixture(scope="module")
+def found(world, tmp_path_factory):
+    """What each of several ranks has found, which begin with the checkpoint of one."""
     folder = tmp_path_factory.mktemp("ranks")
-    started(folder / "one", KIND[request.param])
-    return worlds.found_by(checkpoint_runs.run, ("gloo", request.param), folder)
+    started(folder / "one", KIND[len(world)])
+    return world.run(checkpoint_runs.run_layouts, folder)
 
 
-@needs_gloo
 def test_each_layout_has_what_was_saved(found):
     for rank in found:
         assert {name: rank[name]["apart"] for name in LAYOUTS[len(found)]} == {name: [] for name in LAYOUTS[len(found)]}
 
 
-@needs_gloo
 def test_each_layouts_masters_start_as_they_were_drawn(found):
     """Not as their bf16 weights, whichever part of them a rank has."""
     narrow = {name: path for name, path in ((name, found[0][name]["drawn"]) for name in LAYOUTS[len(found)]) if path}
@@ -144,7 +141,6 @@ def test_each_layouts_masters_start_as_they_were_drawn(found):
         assert [name for name in exact if not torch.equal(tensors[name], exact[name])] == []
 
 
-@needs_gloo
 def test_and_saves_the_same(found):
     for name in LAYOUTS[len(found)]:
         again = Path(found[0][name]["again"])
@@ -152,14 +148,12 @@ def test_and_saves_the_same(found):
         assert len(list(again.glob("*.safetensors"))) == len(found), name  # each rank writes a part
 
 
-@needs_gloo
 def test_each_layout_goes_on_bit_for_bit(found):
     for rank in found:
         for name in LAYOUTS[len(found)]:
             assert rank[name]["resumed"] == rank[name]["lines"][1:], name
 
 
-@needs_gloo
 def test_each_layout_goes_on_as_one_rank_would(found):
     for name, settings in LAYOUTS[len(found)].items():
         config, options = configured(KIND[len(found)], **{k: v for k, v in settings.items() if k == "params_dtype"})
@@ -170,7 +164,6 @@ def test_each_layout_goes_on_as_one_rank_would(found):
             assert mean == pytest.approx(loss, rel=3e-3 if "params_dtype" in settings else 1e-5), (name, at)
 
 
-@needs_gloo
 def test_one_rank_takes_what_several_saved(found, tmp_path):
     config, options = configured(KIND[len(found)])
     for name in LAYOUTS[len(found)]:
@@ -183,20 +176,17 @@ def test_one_rank_takes_what_several_saved(found, tmp_path):
             assert torch.equal(tensors[key], parameter), key
 
 
-@needs_gloo
 def test_a_rank_with_a_full_disk_stops_all(found):
     said, left, good = zip(*(rank["full"] for rank in found), strict=True)
     assert all(each.startswith("the checkpoint of step 2 needs 0.1 MB in ") for each in said), said
     assert left == (["step-00000001"],) * len(found) and all(good)
 
 
-@needs_gloo
 def test_fully_shard_changes_no_loss(found):
     for rank in found:
         assert len(set(rank["first loss"])) == 1
 
 
-@needs_gloo
 def test_what_one_rank_cannot_read_stops_all(found):
     assert len({rank["damaged"] for rank in found}) == 1
     gone, flipped, damaged = found[0]["damaged"]

@@ -1,7 +1,9 @@
-"""Runs that are interrupted, refused or out of disk space: what they leave, and what they say. Ranks run failing_ranks.py."""
+"""Runs that are interrupted, refused or out of disk space: what they leave, and what they say."""
 
+import contextlib
 import errno
 import fcntl
+import io
 import os
 import resource
 import shlex
@@ -11,18 +13,19 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
 from rich.console import Console
-from train import failing_ranks
 
+import onepass
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.runtime.errors import CommandError
-from onepass.train import loop, run_lock, text
+from onepass.train import layout, loop, run_lock, text
 from onepass.train.layout import ParallelLayout, one_line_of_all_ranks
 from onepass.train.loop import TrainRun
 from onepass.train.options import Options
@@ -352,22 +355,61 @@ def test_brackets_in_a_name_are_a_name(tmp_path, corpus, capsys):
 # ---- several ranks ----
 
 
-SAID = {
-    "empty text": "the text is empty: 1 files hold no characters",
-    "layers": "num_layers must be the same on all ranks, but is 1 on rank 0 and 2 on rank 1",
-    "type": "params_dtype must be the same on all ranks, but is 'fp32' on rank 0 and 'bf16' on rank 1",
-    "microbatches": "global_batch_size must be the same on all ranks, but is 64 on rank 0 and 96 on rank 1",
-    "text": "data must be the same on all ranks, but is ('one.txt',) on rank 0 and ('other.txt',) on rank 1",
-    "folder": "run_dir must be the same on all ranks, but is 'one' on rank 0 and 'other' on rank 1",
-    "comparison": "compare must be the same on all ranks, but is False on rank 0 and True on rank 1",
-}
+CASES = {  # more arguments of each of two ranks, and what the run says
+    "empty text": ((), (), "the text is empty: 1 files hold no characters"),
+    "layers": (
+        ("--num-layers", "1"), ("--num-layers", "2"),
+        "num_layers must be the same on all ranks, but is 1 on rank 0 and 2 on rank 1",
+    ),
+    "type": (
+        ("--params-dtype", "fp32"), ("--params-dtype", "bf16"),
+        "params_dtype must be the same on all ranks, but is 'fp32' on rank 0 and 'bf16' on rank 1",
+    ),
+    "microbatches": (
+        ("--global-batch-size", "64"), ("--global-batch-size", "96"),
+        "global_batch_size must be the same on all ranks, but is 64 on rank 0 and 96 on rank 1",
+    ),
+    "text": (
+        ("--data", "one.txt"), ("--data", "other.txt"),
+        "data must be the same on all ranks, but is ('one.txt',) on rank 0 and ('other.txt',) on rank 1",
+    ),
+    "folder": (
+        ("--run-dir", "one"), ("--run-dir", "other"),
+        "run_dir must be the same on all ranks, but is 'one' on rank 0 and 'other' on rank 1",
+    ),
+    "comparison": ((), ("--compare",), "compare must be the same on all ranks, but is False on rank 0 and True on rank 1"),
+}  # fmt: skip
+
+
+def run_cases(rank, ranks, folder, backend):
+    """A rank of runs whose text is empty, or whose ranks were given different settings."""
+    torch.set_num_threads(1)
+    folder, stock = Path(folder), dist.init_process_group
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    layout._TURN_S = 0.0
+    loop.MatrixPeak = lambda *args: None
+    os.chdir(folder)
+    for name in ("empty.txt", "one.txt", "other.txt"):
+        Path(name).touch()
+    device = ["--device", "cuda" if backend == "nccl" else "cpu"]
+    arguments = [*device, "--data", "empty.txt", "--run-dir", "run", "--num-layers", "1"]
+    found = {}
+    for case, (*more, _) in CASES.items():
+        place = {"init_method": f"file://{folder / case}", "rank": rank, "world_size": ranks}
+        dist.init_process_group = lambda *args, place=place, **options: stock(*args, **options, **place)
+        said = io.StringIO()
+        with onepass.use_backend("torch"), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            status = main(["train", *arguments, *more[rank]])
+        dist.destroy_process_group()  # a run that fails keeps it until its process ends
+        found[case] = status, said.getvalue()
+    torch.save(found, folder / f"{rank}.pt")
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 @pytest.mark.parametrize("world", worlds.PAIRS)
 def test_what_the_first_rank_refuses_and_what_ranks_differ_in_ends_all(world, tmp_path):
-    for found in worlds.found_by(failing_ranks.run, world, tmp_path):
-        assert found == {case: {"status": 2, "said": f"onepass train: {said}\n"} for case, said in SAID.items()}
+    for found in worlds.found_by(run_cases, world, tmp_path):
+        assert found == {case: (2, f"onepass train: {said}\n") for case, (*_, said) in CASES.items()}
     assert not (tmp_path / "run").exists()
 
 
