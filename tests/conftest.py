@@ -84,8 +84,8 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def fp8_by_formula(monkeypatch):
     """Cast and scale for eight bits by formulas, which the backend doesn't choose."""
-    from onepass.gradients import fp8_scales
     from onepass.kernels import fp8_cast, fp8_turn
+    from onepass.product.fp8 import scales as fp8_scales
 
     for module in (fp8_cast, fp8_turn, fp8_scales):
         monkeypatch.setattr(module, "triton_unsupported", lambda x: "the formula is wanted")

@@ -26,6 +26,7 @@ from onepass.ops.norm.gated_norm import gated_rms_norm
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
+from onepass.product.fp8 import layer as _layer  # noqa: F401  # enters products in eight bits
 from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
 from onepass.runtime.fp8 import FP8Target, FP8Tensor

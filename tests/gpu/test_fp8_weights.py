@@ -5,7 +5,7 @@ import torch
 
 import onepass
 from onepass import FP8Recipe
-from onepass.gradients.fp8_scales import FP8Scales
+from onepass.product.fp8.scales import FP8Scales
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU with products in eight bits", allow_module_level=True)

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 import onepass
-from onepass.gradients import fp8_scales
-from onepass.gradients.fp8_scales import ROLES, FP8Scales
 from onepass.kernels import fp8_cast
 from onepass.kernels.fp8_cast import cast_tensor
 from onepass.kernels.language import triton
+from onepass.product.fp8 import scales as fp8_scales
+from onepass.product.fp8.scales import ROLES, FP8Scales
 from onepass.runtime.fp8 import E4M3, E5M2, largest
 from onepass.runtime.fp8_recipe import FP8Recipe, recipe_of
 from onepass.testing.mutants import mutate

@@ -7,12 +7,13 @@ from train.fp8_runs import FP8, FreshCodes
 
 import onepass
 from onepass.gpt import Model
-from onepass.gradients import fp8_scales, fp8_updates
-from onepass.gradients import fp8_weight as weight_module
-from onepass.gradients.fp8_weight import fp8_weight
 from onepass.kernels.language import triton
 from onepass.nn.precision import fp8_layers
 from onepass.parallel import AdamW, MainGrads, MasterWeights
+from onepass.product.fp8 import scales as fp8_scales
+from onepass.product.fp8 import updates as fp8_updates
+from onepass.product.fp8 import weight as weight_module
+from onepass.product.fp8.weight import fp8_weight
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing.mutants import copy_package, mutate
 

@@ -1,5 +1,6 @@
 """Calls of ops with `precision=`, and how far their results are from fp64: shared by tests of products in eight bits."""
 
+import importlib
 import math
 from typing import Any, NamedTuple
 
@@ -26,6 +27,13 @@ RECIPES = {
     "current, e4m3": FP8Recipe(scaling="current", format="e4m3"),
 }
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+LINEAR = importlib.import_module("onepass.ops.linear.linear")  # the package has a function of this name
+
+
+def fp8_names(library):
+    """Return the names of the module that makes products in eight bits, of the package that `library` is an op of."""
+    (make,) = library.product_for.__globals__["PRODUCTS"].values()
+    return make.__globals__
 
 
 class Case(NamedTuple):

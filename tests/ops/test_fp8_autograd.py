@@ -34,7 +34,7 @@ from onepass.testing.mutants import copy_package, mutate
 linear, norm_linear, activation_linear = (
     import_module(OPS[name].function.__module__) for name in ("linear", "norm_linear", "activation_linear")
 )
-fp8, function = (import_module(f"onepass.product.{name}") for name in ("fp8", "function"))
+fp8, function, precision = (import_module(f"onepass.product.{name}") for name in ("fp8.product", "function", "precision"))
 norm_rows, activation_rows = (import_module(f"onepass.ops.{name}.{name}_rows") for name in ("norm", "activation"))
 
 # ---- the contract of every op holds with precision too ----
@@ -330,7 +330,7 @@ def test_validate_changes_nothing(case):
 # ---- mutants ----
 
 MUTANTS = {  # name: the op, where, what is there, what stands there instead
-    "bf16 where eight bits are asked for": (linear, function, "product_for", "if state is None:", "if True:"),
+    "bf16 where eight bits are asked for": (linear, precision, "product_for", "if precision is not None:", "if False:"),
     "a norm's codes turned, with another scale": (
         norm_linear, norm_rows, "NormRows.transposed_codes", "*kept, target.scale", "*kept, 2 * target.scale",
     ),

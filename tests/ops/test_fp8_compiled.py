@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from ops.fp8_calls import decibels
+from ops.fp8_calls import LINEAR, decibels, fp8_names
 
 import onepass
-from onepass.gradients import fp8_weight
 from onepass.kernels.language import triton
-from onepass.product import function, in_graph
+from onepass.product.fp8 import in_graph
+from onepass.product.fp8 import weight as fp8_weight
 from onepass.testing.mutants import mutate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -178,18 +178,18 @@ MUTANTS = {
 
 def product(x, p, recipe, library):
     """What a graph runs of a product: a compiler would follow a copied package into the real one."""
-    return library.multiply_rows(x, p["out"], None, library.CompiledFP8Product(recipe), x.dtype)
+    return library.multiply_rows(x, p["out"], None, fp8_names(library)["CompiledFP8Product"](recipe), x.dtype)
 
 
 def product_steps(library):
     p = {"out": parameters(torch.float32)["out"]}
-    recipe = library.fp8_state.__globals__["FP8Recipe"]  # of a copied package
-    return steps(partial(product, library=library), p, recipe(amax_history_len=2), dtype=torch.float32)
+    recipe = fp8_names(library)["FP8Recipe"](amax_history_len=2)
+    return steps(partial(product, library=library), p, recipe, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
     p = {"out": parameters(torch.float32)["out"]}
     plain = steps(lambda x, p, recipe: onepass.linear(x, p["out"], precision=recipe), p, RECIPES["delayed"], dtype=torch.float32)
-    assert not alike(product_steps(function), plain, 100)
-    assert alike(product_steps(mutate(*MUTANTS[name], entry=function)), plain, 100)
+    assert not alike(product_steps(LINEAR), plain, 100)
+    assert alike(product_steps(mutate(*MUTANTS[name], entry=LINEAR)), plain, 100)

@@ -6,11 +6,11 @@ from ops.calls import backends
 from ops.fp8_calls import DEVICE, decibels
 
 import onepass
-from onepass.gradients import fp8_gradient
-from onepass.gradients.fp8_gradient import FP8Gradient
 from onepass.ops.activation import activation_linear as module
 from onepass.ops.activation import activation_rows
 from onepass.ops.activation.activation_rows import ActivationRows
+from onepass.product.fp8 import gradient as fp8_gradient
+from onepass.product.fp8.gradient import FP8Gradient
 from onepass.testing.mutants import mutate
 
 
@@ -177,7 +177,7 @@ def test_a_mutant_is_found(name):
 def test_a_taker_is_the_one_that_made_the_tensor():
     layers = Layers("torch")
     h = layers.hidden()
-    assert fp8_gradient.fp8_taker(h) is layers.up.fp8
-    assert fp8_gradient.fp8_taker(h.detach()) is None and fp8_gradient.fp8_taker(h[:1]) is None
+    assert fp8_gradient.gradient_consumer(h) is layers.up.fp8
+    assert fp8_gradient.gradient_consumer(h.detach()) is None and fp8_gradient.gradient_consumer(h[:1]) is None
     biased = onepass.linear(layers.x, layers.up, layers.bias, precision="fp8")
-    assert fp8_gradient.fp8_taker(biased) is None  # a bias's gradient is a sum of what was not rounded
+    assert fp8_gradient.gradient_consumer(biased) is None  # a bias's gradient is a sum of what was not rounded

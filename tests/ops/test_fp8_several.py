@@ -8,12 +8,13 @@ from ops.fp8_calls import decibels
 from ops.test_fp8_compiled import RECIPES, recipes
 
 import onepass
-from onepass.gradients import fp8_updates
 from onepass.gradients.packed_params import pack
 from onepass.kernels.language import triton
 from onepass.ops.norm import compiled_projections
 from onepass.ops.norm.formula import NormOptions
-from onepass.product import function, in_graph
+from onepass.product import function
+from onepass.product.fp8 import in_graph
+from onepass.product.fp8 import updates as fp8_updates
 from onepass.testing.mutants import mutate
 
 pytestmark = [
@@ -190,12 +191,12 @@ def test_an_update_between_forward_and_backward_raises():
 
 MUTANTS = {
     "updates of the first alone are seen": (fp8_updates, "version_of", ", *[parameter._version for parameter in packed[1:]]", ""),
-    "copies that nobody recognises": (in_graph, "one_of", "whole.packed = tensors", "whole.copied = tensors"),
-    "weights in another order": (in_graph, "one_of", "concat_no_grad(tensors)", "concat_no_grad(tensors[::-1])"),
+    "copies that nobody recognises": (in_graph, "as_one", "whole.packed = tensors", "whole.copied = tensors"),
+    "weights in another order": (in_graph, "as_one", "concat_no_grad(tensors)", "concat_no_grad(tensors[::-1])"),
     "biases left out": (in_graph, "CompiledFP8Product.forward", "weights, biases, recipe", "weights, [], recipe"),
-    "products in sixteen bits": (compiled_projections, "_run", "recipe_of(precision)", "None"),
-    "gradients of x in the place of its norm's": (
-        function, "_alone", "start_input(prologue, kept,", "start_input(Rows(prologue.x_type, prologue.dtype), kept[:1],"
+    "products in sixteen bits": (compiled_projections, "_product", "recipe_of(precision)", "None"),
+    "gradients of a norm without its weight": (
+        function, "_alone", "start_input(prologue, kept,", "start_input(prologue, (kept[0], None, *kept[2:]),"
     ),
     "no gradient of the residual stream": (function, "_alone", "dx, of_inputs,", "None, of_inputs,"),
     "gradients of each other's rows": (function, "_of_parts", "grad.split(row_counts)", "grad.roll(1, 0).split(row_counts)"),

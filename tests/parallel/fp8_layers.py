@@ -9,9 +9,9 @@ import torch.distributed as dist
 from parallel.meeting import drawn
 
 import onepass
-from onepass.gradients import fp8_scales
 from onepass.kernels import fp8_cast, fp8_turn
 from onepass.parallel import DeferredWgrad
+from onepass.product.fp8 import scales as fp8_scales
 
 S, B, K, N = 12, 3, 64, 128  # 36 rows, which are no multiple of 16, and neither is a rank's part
 STEPS = 4

@@ -5,16 +5,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.fp8_calls import decibels
+from ops.fp8_calls import LINEAR, decibels, fp8_names
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.gradients import fp8_weight
-from onepass.gradients.fp8_weight import FP8Weight, unfit_for_fp8
 from onepass.kernels.language import triton
 from onepass.parallel import DeferredWgrad, MainGrads
-from onepass.product import fp8 as module
 from onepass.product import function
+from onepass.product.fp8 import product as module
+from onepass.product.fp8 import weight as fp8_weight
+from onepass.product.fp8.weight import FP8Weight
+from onepass.product.precision import unfit_for_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing.mutants import mutate
 
@@ -44,8 +45,8 @@ def exact_results(x, weight, bias, dy):
     return y.detach(), *(t.grad for t in leaves)
 
 
-def fp8_product(x, weight, bias, state, layout=None, deferred=None, library=function):
-    return library.multiply_rows(x, weight, bias, library.product_of(state, layout, deferred), x.dtype)
+def fp8_product(x, weight, bias, state, layout=None, deferred=None, library=LINEAR):
+    return library.multiply_rows(x, weight, bias, fp8_names(library)["FP8Product"](state, layout, deferred), x.dtype)
 
 
 def results(x, weight, bias, dy, state):
@@ -268,7 +269,7 @@ MUTANTS = {
 def is_right(library):
     x, weight, bias, dy = drawn()
     weight.main_grad = torch.zeros(weight.shape, device=DEVICE)
-    state = library.FP8Weight(weight, FP8Recipe(amax_history_len=1))
+    state = fp8_names(library)["fp8_weight"](weight, FP8Recipe(amax_history_len=1))
     found = []
     for _ in range(3):
         x.grad = None
@@ -286,4 +287,4 @@ def is_right(library):
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
-    assert is_right(function) and not is_right(mutate(*MUTANTS[name], entry=function))
+    assert is_right(LINEAR) and not is_right(mutate(*MUTANTS[name], entry=LINEAR))

@@ -31,11 +31,11 @@ from parallel.meeting import drawn, error_of, gather, own_group
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.gradients.fp8_scales import ROLES
 from onepass.kernels import cublaslt
 from onepass.kernels.language import triton
 from onepass.nn import MLP, ColumnParallelLinear, RowParallelLinear
 from onepass.parallel import DeferredWgrad, MainGrads
+from onepass.product.fp8.scales import ROLES
 
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
 rank_context = partial(running, "formulas")

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from parallel.fp8_layers import CASES, RECIPES, flushed, running, shard, trained
 from parallel.meeting import gather
 
-from onepass.gradients import fp8_scales, fp8_weight
 from onepass.kernels.language import triton
-from onepass.product import fp8 as fp8_product
+from onepass.product.fp8 import product as fp8_product
+from onepass.product.fp8 import scales as fp8_scales
+from onepass.product.fp8 import weight as fp8_weight
 from onepass.testing.mutants import mutate
 
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -38,7 +39,7 @@ MUTANTS = {
 
 def judged(group, module):
     """Return the results of a module's `linear`."""
-    recipe_class = module.product_for.__globals__["fp8_state"].__globals__["FP8Recipe"]
+    recipe_class = type(module.product_for.__globals__["recipe_of"]("fp8"))
     found = {}
     for name in ("column, sequence", "row, sequence", "row"):
         for kind in ("delayed", "row", "16-bit wgrad"):

@@ -8,7 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
-_CAPTURES = [f"{each}.is_capturing" for each in ("main_grad", "main_grads", "fp8_weight", "fp8_updates", "adamw")]
+_CAPTURES = [
+    f"onepass.{module}.is_capturing"
+    for module in ("gradients.main_grad", "gradients.main_grads", "product.fp8.weight", "product.fp8.updates", "gradients.adamw")
+]
 
 
 class Graph:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from ops.calls import backends
 
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.norm.norm_rows import NormRows
 from onepass.product import function
+from onepass.product.fp8.weight import FP8Weight
 from onepass.runtime.fp8 import E5M2, dequantise, finite_amax, quantise, scale_for
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing import fuzz_histories

@@ -6,9 +6,9 @@ import torch
 from parallel.fp8_layers import running
 from train.checkpoint_runs import batch, configured, saved
 
-from onepass.gradients import fp8_weight
 from onepass.nn.precision import fp8_layers
-from onepass.product import fp8 as product_fp8
+from onepass.product.fp8 import product as product_fp8
+from onepass.product.fp8 import weight as fp8_weight
 from onepass.runtime.fp8 import E4M3, quantise, quantise_rows
 from onepass.train import checkpoint
 from onepass.train.layout import _groups

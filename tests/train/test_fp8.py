@@ -13,9 +13,9 @@ from train.test_run import SMALL, log, train
 import onepass
 from onepass.cli import main
 from onepass.gpt import Config
-from onepass.gradients.fp8_scales import FP8Scales
 from onepass.kernels.language import triton
 from onepass.nn.precision import fp8_layers
+from onepass.product.fp8.scales import FP8Scales
 from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
 from onepass.train.precision import describe_precision

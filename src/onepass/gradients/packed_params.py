@@ -197,7 +197,7 @@ def concat(parameters: Sequence[Tensor]) -> Tensor:
     else:
         whole = _alias(parameters) if together else torch.cat([*parameters])
     if together:
-        whole.packed = parameters  # a product in eight bits keeps its state there (fp8_updates.py)
+        whole.packed = parameters  # a product in eight bits keeps its state there (product/fp8/updates.py)
     if differentiable and placed and not compiling:
         main_grad = _concat_main_grad(parameters)
         if main_grad is not None:

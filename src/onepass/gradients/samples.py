@@ -1,4 +1,4 @@
-"""Calls that launch the kernels of AdamW and of eight-bit scales."""
+"""Calls that launch the kernels of AdamW."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from onepass.gradients import adamw_kernels
 from onepass.gradients.adamw_formula import AdamWSlice
-from onepass.gradients.fp8_scales import ROLES, FP8Scales
 from onepass.gradients.written_weights import follow_by_kernel
-from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.samples import CoveringCall, meta
 
 # ---- calls that launch every kernel, in every form that is shipped ----
@@ -22,8 +20,6 @@ def covering_calls() -> Iterator[CoveringCall]:
     yield from _adamw_calls()
     for dtype in (torch.bfloat16, torch.float16):
         yield CoveringCall("follow", dtype, partial(_follow, dtype))
-    for recipe in (FP8Recipe(), FP8Recipe(format="e4m3", margin=1, amax_history_len=1, amax_compute_algo="most_recent")):
-        yield _fp8_scales_call(recipe)
 
 
 def _adamw_calls() -> Iterator[CoveringCall]:
@@ -55,14 +51,3 @@ def _follow(dtype: torch.dtype) -> Tensor:
     weight, master = (meta(1 << 20, dtype=each) for each in (dtype, torch.float32))
     follow_by_kernel(weight.detach(), master.detach())
     return weight
-
-
-def _fp8_scales_call(recipe: FP8Recipe) -> CoveringCall:
-    def run() -> Tensor:
-        scales = FP8Scales(recipe, torch.device("meta"))
-        scales.refresh()
-        for role in ROLES:
-            scales.measure(role, lambda target: None)
-        return meta(1, dtype=torch.float32)
-
-    return CoveringCall(f"fp8 scales {recipe.format} {recipe.amax_compute_algo}", torch.float32, run, 89)

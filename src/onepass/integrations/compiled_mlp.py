@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from onepass.distributed.tensor_parallel import rows_of
-from onepass.gradients.fp8_scales import factors_of
-from onepass.gradients.fp8_weight import FP8Operand, multiply, turned_weight
 from onepass.gradients.main_grad import GradRequest, accumulates_elsewhere
 from onepass.gradients.vectors import VectorGrads
 from onepass.ops.activation import fp8
@@ -28,9 +26,11 @@ from onepass.ops.activation.kernels import activation_unsupported
 from onepass.ops.norm.compiled_projections import use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_rows import NormRows, norm_rows
-from onepass.product.fp8 import PRODUCT, start_transposed
+from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, CompiledFP8Call, CompiledFP8Product, state_in_graph
+from onepass.product.fp8.product import PRODUCT, start_transposed
+from onepass.product.fp8.scales import factors_of
+from onepass.product.fp8.weight import FP8Operand, multiply, turned_weight
 from onepass.product.function import run_linear
-from onepass.product.in_graph import LOOKS_AT_A_STATE, CompiledFP8Call, CompiledFP8Product, state_in_graph
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime import saved
 from onepass.runtime.backend import choose

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from onepass.gradients.fp8_weight import FP8Weight
+from onepass.product.fp8.weight import FP8Weight
 from onepass.runtime.fp8_recipe import Precision
 
 

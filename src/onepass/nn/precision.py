@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_scales import KINDS, ROLES, counts_of
-from onepass.gradients.fp8_updates import is_divided
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.fp8_state import GroupedLayer
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.norm_linear import NormLinear
+from onepass.product.fp8.scales import KINDS, ROLES, counts_of
+from onepass.product.fp8.updates import is_divided
+from onepass.product.fp8.weight import FP8Weight
 from onepass.product.grouped import GROUPED_RECIPE
 from onepass.runtime.fp8 import fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.distributed.tensor_parallel import TPLayout, column_sums, start_sum
-from onepass.gradients.deferred import DeferredWgrad, graph_break_if_deferred, is_deferred
-from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight, fp8_state
+from onepass.distributed.tensor_parallel import column_sums, start_sum
+from onepass.gradients.deferred import graph_break_if_deferred, is_deferred
 from onepass.gradients.main_grad import (
     GradRequest,
     VectorSums,
@@ -29,14 +28,9 @@ from onepass.gradients.main_grad import (
     vector_gradients,
 )
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
-from onepass.product.fp8 import FP8Product
-from onepass.product.in_graph import CompiledFP8Product
-from onepass.product.product import Biases, PlainProduct, Product, Weights
+from onepass.product.product import PlainProduct, Product
 from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
-from onepass.product.rows import Rows
-from onepass.runtime.checks import FLOATING
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
-from onepass.runtime.fp8_recipe import Precision
 
 SKIP = GradRequest.SKIP
 Grads = Sequence[Tensor | None]
@@ -224,27 +218,6 @@ _apply = fast_apply(_Linear)
 
 # ---- for ops ----
 
-_PLAIN = PlainProduct()
-_ROWS = {dtype: Rows(dtype, dtype) for dtype in FLOATING}  # to make one takes .5 us of a call's 20
-
-
-def product_for(
-    precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None, deferred: DeferredWgrad | None
-) -> Product:  # fmt: skip
-    """Return the product that `precision` asks for. Raise where there is none."""
-    state = None if precision is None else fp8_state(precision, x, weight, layout)
-    if state is None:
-        return _PLAIN if layout is None and deferred is None else PlainProduct(layout, deferred)
-    return product_of(state, layout, deferred)
-
-
-def product_of(state: FP8Weight | CompiledFP8, layout: TPLayout | None, deferred: DeferredWgrad | None) -> Product:
-    """Return the product of a layer in eight bits."""
-    if isinstance(state, CompiledFP8):
-        return CompiledFP8Product(state.recipe, deferred)
-    return FP8Product(state, layout, deferred)
-
-
 def run_linear(prologue: Prologue, product: Product, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Any:
     """Return y, and after it what else the prologue returns."""
     if not (torch.is_grad_enabled() and (weight.requires_grad or needs_grad(bias, *inputs))):
@@ -255,8 +228,11 @@ def run_linear(prologue: Prologue, product: Product, inputs: Inputs, weight: Ten
     return results
 
 
-def run_packed_linear(prologue: Prologue, product: Product, inputs: Inputs, weights: Weights, biases: Biases) -> Any:
-    """`run_linear` of a product of several weights."""
+def run_packed_linear(
+    prologue: Prologue, product: Product, inputs: Inputs, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Any:  # fmt: skip
+    """`run_linear` of a product of several weights, and as many biases or none."""
+    biases = biases or (None,) * len(weights)
     if not needs_grad(*inputs, *weights, *biases):
         y, rows, kept, _ = product.forward(prologue, inputs, weights, biases, None)
         return _results(y, prologue, rows, kept)
@@ -272,5 +248,4 @@ def is_plain(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
 
 def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, dtype: torch.dtype) -> Tensor:
     """Return x @ weight.T + bias in `dtype`."""
-    rows = _ROWS[dtype] if x.dtype is dtype else Rows(x.dtype, dtype)
-    return run_linear(rows, product, (x,), weight, bias)  # type: ignore[no-any-return]
+    return run_linear(product.rows_in(x.dtype, dtype), product, (x,), weight, bias)  # type: ignore[no-any-return]

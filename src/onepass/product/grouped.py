@@ -35,7 +35,8 @@ from onepass.kernels.grouped_product import (
     torch_can_group,
     unfit_for_scaled_groups,
 )
-from onepass.product.prologue import Inputs, Kept, Needs, Prologue
+from onepass.product.fp8.rows import FP8Rows
+from onepass.product.prologue import Inputs, Kept, Needs
 from onepass.product.rows import Rows
 from onepass.runtime.dispatch import TORCH, cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8
@@ -121,7 +122,7 @@ def grouped_weight_gradient(
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, prologue: Prologue, in_fp8: bool, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, prologue: Any, in_fp8: bool, *tensors: Tensor) -> Tensor:
         """`tensors`: the prologue's inputs, the weight and the ends."""
         if TORCH < (2, 10) and torch.compiler.is_compiling():  # backward takes each expert's rows, known when it runs
             torch._dynamo.graph_break(msg="onepass: experts' products are part of a graph from PyTorch 2.10 on")
@@ -155,7 +156,7 @@ _apply = fast_apply(_GroupedLinear)
 
 
 def _forward(
-    prologue: Prologue, in_fp8: bool, inputs: Inputs, weight: Tensor, ends: Tensor, needs: Needs
+    prologue: Any, in_fp8: bool, inputs: Inputs, weight: Tensor, ends: Tensor, needs: Needs
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     if not in_fp8:
         rows, kept = prologue.rows(inputs, needs)
@@ -167,7 +168,7 @@ def _forward(
     return _scaled_product(codes, inverse, weight, ends, prologue.dtype), kept
 
 
-def run_grouped_linear(prologue: Prologue, inputs: Inputs, weight: Tensor, ends: Tensor, *, in_fp8: bool) -> Tensor:
+def run_grouped_linear(prologue: Any, inputs: Inputs, weight: Tensor, ends: Tensor, *, in_fp8: bool) -> Tensor:
     """Return rows @ weight[e].T for each expert's rows, in the prologue's type."""
     if not needs_grad(*inputs, weight):
         return _forward(prologue, in_fp8, inputs, weight, ends, None)[0]
@@ -178,4 +179,5 @@ def run_grouped_linear(prologue: Prologue, inputs: Inputs, weight: Tensor, ends:
 def multiply_grouped_rows(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, in_fp8: bool) -> Tensor:
     """Return x @ weight[e].T for each expert's rows, in the type `product`."""
     x = x if in_fp8 else cast(x, product)
-    return run_grouped_linear(Rows(x.dtype, product), (x,), weight, ends, in_fp8=in_fp8)
+    rows = FP8Rows if in_fp8 else Rows
+    return run_grouped_linear(rows(x.dtype, product), (x,), weight, ends, in_fp8=in_fp8)

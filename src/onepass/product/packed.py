@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
+from onepass.product.rows import rows_in
 from onepass.runtime.dispatch import registered
 
 
@@ -45,6 +47,9 @@ class PackedProduct(NamedTuple):
     deferred: None = None
     target: None = None
     takes_unrounded: bool = False
+
+    def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
+        return rows_in(x_type, dtype)
 
     def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         rows, kept = prologue.rows(inputs, needs)

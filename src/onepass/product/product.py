@@ -6,7 +6,7 @@ in main_grad, hands to autograd, or keeps for `DeferredWgrad`. distributed/tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from onepass.distributed.tensor_parallel import TPLayout, row_gradients, rows_of, start_gather, tp_product
 from onepass.gradients.main_grad import GradRequest, weight_gradient
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
+from onepass.product.rows import rows_in
 from onepass.runtime.dispatch import cast
 from onepass.runtime.fp8 import FP8Target
 
@@ -63,9 +64,6 @@ class ProductCall(Protocol):
         """Put the weight's gradient, or where it is deferred its operands, where it belongs. Return what autograd gets."""
 
 
-Weights = Sequence[Tensor]
-Biases = Sequence[Tensor | None]
-
 # plain tuples: a NamedTuple takes .5 us of a call's 20
 OutputGradient = tuple[Tensor | None, Any]  # the rows' gradient, and what the weight's takes of dy
 Forward = tuple[Tensor, Tensor | None, Kept, ProductCall]  # y, rows where they were made, what the prologue keeps, its backward
@@ -85,6 +83,9 @@ class Product(Protocol):
     def num_weights(self) -> int:
         """How many weights it takes, as one that has all their rows. Gradients of several go to autograd."""
 
+    def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
+        """Return the prologue of rows as they are, of one type, for a product of another."""
+
     def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         """Multiply. Of several weights `weight` and `bias` are tuples."""
 
@@ -101,6 +102,9 @@ class PlainProduct(NamedTuple):
     target: None = None
     takes_unrounded: bool = False
     num_weights: int = 1
+
+    def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
+        return rows_in(x_type, dtype)
 
     def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         rows, kept = prologue.rows(inputs, needs)
@@ -136,8 +140,3 @@ class PlainProduct(NamedTuple):
             assert self.deferred is not None
             return self.deferred.keep(dy, rows(), weight, main_grad, self.layout)
         return weight_gradient(rows_of(dy), rows_of(rows()), weight, main_grad, request)
-
-
-def describe_products(deferred: DeferredWgrad | None) -> str:
-    """Return what `explain` says of the products."""
-    return "products by cuBLAS" if deferred is None else "products by cuBLAS, the weight's gradient's in flush()"

@@ -1,13 +1,13 @@
 """What makes the rows that a linear layer multiplies.
 
-A layer is y = prologue(inputs) @ weight.T + bias. Forward lets the rows go, and backward makes them again: in the product's type,
-or as codes for a product in eight bits. A prologue knows no product, and a product knows rows alone.
+A layer is y = prologue(inputs) @ weight.T + bias. Forward lets the rows go, and backward makes them again. A prologue knows no
+product, and a product knows rows alone. For products in eight bits it makes codes as well (product/fp8/prologue.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from onepass.runtime.fp8 import FP8Target
 Inputs = Sequence[Tensor | None]  # x, then vectors, then others
 Kept = Sequence[Tensor | None]  # what backward needs of them; the first is x, or what stands for it
 Needs = Sequence[bool] | None  # which gradients of the inputs, the weight and the bias may be asked for; None: no backward comes
-Codes = tuple[Tensor, Tensor | None]  # [rows, K], and the inverses of their scales where each row has its own
 
 
 class PrologueGradients(NamedTuple):
@@ -49,20 +48,8 @@ class Prologue(Protocol):
     def rows(self, inputs: Inputs, needs: Needs) -> tuple[Tensor, Kept]:
         """Return the rows in the product's type, and what to keep."""
 
-    def codes(self, inputs: Inputs, target: FP8Target, needs: Needs) -> tuple[Codes, Kept]:
-        """Return the rows' codes, and what to keep."""
-
-    def in_graph(self, inputs: Inputs, *product: Any, needs: Needs) -> tuple[Sequence[Any], Kept]:
-        """Run the registered op of codes and their product. Return its results (`forward_fake`), and what to keep."""
-
     def rows_again(self, kept: Kept) -> Tensor:
         """Return the rows in the product's type."""
-
-    def codes_again(self, kept: Kept, target: FP8Target) -> Codes:
-        """Return the rows' codes."""
-
-    def transposed_codes(self, kept: Kept, target: FP8Target) -> Tensor:
-        """Return the codes of the rows' transpose, as `runtime.fp8.turn` has them."""
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],

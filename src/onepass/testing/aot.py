@@ -40,6 +40,7 @@ from torch import Tensor
 import onepass.gradients
 import onepass.kernels
 import onepass.ops
+import onepass.product
 from onepass.bench.options import short
 from onepass.kernels import launch
 from onepass.kernels.language import INTERPRETED, triton
@@ -94,7 +95,7 @@ def _specialisation(parameter: tuple[str, bool], value: Any) -> Any:
 
 def package_modules() -> Iterator[Any]:
     """Yield the modules that kernels are in."""
-    for package in (onepass.kernels, onepass.gradients, onepass.ops):
+    for package in (onepass.kernels, onepass.gradients, onepass.product, onepass.ops):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             yield importlib.import_module(module.name)
 

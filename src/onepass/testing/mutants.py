@@ -33,6 +33,7 @@ _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
 _FOLLOW = "the mutant has to follow the code"
 _REPLACED = {"onepass.kernels.grid_sync": "yield_to_programs", "onepass.kernels.layout": "distance"}  # by the interpreter
+_ENTERED = {"onepass.product.precision": "onepass.product.fp8.layer"}  # what an import of `onepass` enters in a module's table
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 
@@ -108,6 +109,9 @@ def _import_again(entry: ModuleType, sources: dict[str, str]) -> ModuleType:
         package.__path__ = real["onepass"].__path__
     try:
         copy = importlib.import_module(entry.__name__)
+        for table, entered in _ENTERED.items():
+            if table in sys.modules:
+                importlib.import_module(entered)
         for module, function in _REPLACED.items():
             if module in sys.modules and module in real:
                 vars(sys.modules[module])[function] = vars(real[module])[function]

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
-from onepass.gradients.fp8_scales import FP8Scales
 from onepass.gradients.written_weights import follow_by_kernel
 from onepass.kernels import fp8_cast
 from onepass.kernels.fp8_tile import new_notes
@@ -51,6 +50,7 @@ from onepass.ops.norm.fp8 import norm_codes, norm_codes_turned
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.ragged import kernels as ragged_kernels
 from onepass.parallel import MainGrads
+from onepass.product.fp8.scales import FP8Scales
 from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.testing.aot import package_modules

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.gpt import Config
-from onepass.gradients.fp8_scales import KINDS, ROLES, counts_of
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.kernels.grouped_product import unfit_for_scaled_groups
 from onepass.nn.precision import fp8_layers
+from onepass.product.fp8.scales import KINDS, ROLES, counts_of
+from onepass.product.fp8.weight import FP8Weight
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.train.layout import ParallelLayout
 

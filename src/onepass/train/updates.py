@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_scales import FP8Scales, share_notes
-from onepass.gradients.fp8_weight import fp8_weight
 from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, reduce_sequence_parallel_grads
+from onepass.product.fp8.scales import FP8Scales, share_notes
+from onepass.product.fp8.weight import fp8_weight
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 

@@ -16,11 +16,12 @@ from ops.fp8_calls import decibels
 
 import onepass
 from onepass import FP8Recipe
-from onepass.gradients import fp8_updates, fp8_weight
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import linears, mlps, precision
 from onepass.kernels.language import triton
+from onepass.product.fp8 import updates as fp8_updates
+from onepass.product.fp8 import weight as fp8_weight
 from onepass.testing.mutants import mutate
 
 pytestmark = [

@@ -24,16 +24,16 @@ from torch import Tensor
 
 from onepass.distributed.tensor_parallel import check_divisible, tp_layout, tp_product
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_gradient import fp8_taker
-from onepass.gradients.fp8_weight import describe_formula, describe_fp8
 from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_rows import ActivationRows, activation_by_formula
 from onepass.ops.activation.activations import Activation, find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.ops.activation.sharding import shard_activation_linear
-from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
-from onepass.product.product import Product, describe_products
+from onepass.product.fp8.gradient import gradient_consumer
+from onepass.product.function import is_plain, multiply_rows, run_linear
+from onepass.product.precision import describe_formula, describe_products, product_for
+from onepass.product.product import Product
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear
@@ -102,7 +102,7 @@ def _check_call(call: Call) -> None:
 def _variant(call: Call) -> str:
     """Describe the kernels of a call and their tiles."""
     said = kernels.activation_variant(call.x, find_activation(call.activation), call.save)
-    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
+    products = describe_products(call.precision, call.x, call.weight, call.deferred)
     return f"{said}; {products}; the activation is rebuilt in backward"
 
 
@@ -174,7 +174,7 @@ def activation_linear(
     if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
         return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product)
     stored = saved.saved_format(x, save, act.parts)
-    consumer = fp8_taker(x) if product.takes_unrounded else None
+    consumer = gradient_consumer(x) if product.takes_unrounded else None
     prologue = ActivationRows(options, use_triton, stored, product_type(x), consumer)
     inputs = x, contiguous_param(activation_bias), None if token_weight is None else token_weight.contiguous()
     return run_linear(prologue, product, inputs, weight, bias)  # type: ignore[no-any-return]

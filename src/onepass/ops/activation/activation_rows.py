@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.gradients.fp8_gradient import FP8Gradient
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import activation_of
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
-from onepass.product.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
-from onepass.product.prologue import Codes, Inputs, Kept, Needs, PrologueGradients
+from onepass.product.fp8.gradient import FP8Gradient
+from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
+from onepass.product.fp8.prologue import Codes
+from onepass.product.fp8.weight import FP8Weight
+from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime import saved
 from onepass.runtime.dispatch import cast
 from onepass.runtime.formula import run_formula

@@ -5,7 +5,7 @@ Shapes   x [..., K], weight [N, K], bias [N], y [..., N]. Over ranks: distribute
 Saves    x where the weight needs a gradient, and the weight where x does; nothing that is made here.
 Bytes    the product adds into main_grad, which it reads and writes once. Nothing of the gradient's size is allocated, and no
          pass adds it afterwards (read, read, write).
-Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on, or in eight bits (product/fp8.py).
+Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on, or in eight bits (product/fp8/product.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from onepass.distributed.collectives import group_of_several
 from onepass.distributed.tensor_parallel import check_divisible, tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_weight import describe_formula, describe_fp8
 from onepass.gradients.main_grad import accumulates_elsewhere
-from onepass.product.function import is_plain, multiply_rows, product_for
+from onepass.product.function import is_plain, multiply_rows
+from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear
 from onepass.runtime.dispatch import cast, product_type, under_autocast
@@ -54,7 +54,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def _variant(call: Call) -> str:
     """What a call does besides its products."""
     own = accumulates_elsewhere(call.weight) or accumulates_elsewhere(call.bias)
-    said = [describe_fp8(call.precision, call.x, call.weight) or "products by PyTorch"]
+    said = [describe_products(call.precision, call.x, call.weight, None)]
     said += ["gradients into main_grad" if own else "gradients to autograd"]
     if (call.allreduce_dgrad or call.sequence_parallel or call.reduce_output) and group_of_several(call.tp_group) is not None:
         said += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]

@@ -6,7 +6,6 @@ What is kept of the norm is its input, as in `norm_linear`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -14,12 +13,10 @@ from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm_rows import norm_rows
+from onepass.product.fp8.in_graph import CompiledFP8Product
 from onepass.product.function import run_packed_linear
-from onepass.product.in_graph import CompiledFP8Product
 from onepass.product.packed import PackedProduct
 from onepass.product.product import Product
-from onepass.product.prologue import Inputs, Prologue
-from onepass.product.rows import Rows
 from onepass.runtime.backend import choose
 from onepass.runtime.dispatch import product_type, under_functorch
 from onepass.runtime.fp8 import check_fp8, fits_fp8
@@ -43,7 +40,9 @@ def use_compiled_projections(
 
 def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], precision: Precision = None) -> Tensor:
     """Return x times the rows of all weights."""
-    return _run(Rows(x.dtype, x.dtype), (x,), weights, biases, precision)  # type: ignore[no-any-return]
+    product = _product(x, weights, precision)
+    rows = product.rows_in(x.dtype, x.dtype)
+    return run_packed_linear(rows, product, (x,), weights, biases)  # type: ignore[no-any-return]
 
 
 def norm_projections(
@@ -51,18 +50,13 @@ def norm_projections(
     weights: Sequence[Tensor], biases: Sequence[Tensor], precision: Precision = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the same of norm(h), and h, which is x + residual."""
-    inputs = x, norm_weight, norm_bias, residual
-    return _run(norm_rows(x, residual, norm, x.dtype), inputs, weights, biases, precision)  # type: ignore[no-any-return]
+    rows, inputs = norm_rows(x, residual, norm, x.dtype), (x, norm_weight, norm_bias, residual)
+    return run_packed_linear(rows, _product(x, weights, precision), inputs, weights, biases)  # type: ignore[no-any-return]
 
 
-def _run(
-    prologue: Prologue, inputs: Inputs, weights: Sequence[Tensor], biases: Sequence[Tensor], precision: Precision
-) -> Any:  # fmt: skip
-    x, recipe = inputs[0], recipe_of(precision)
-    count = len(weights)
-    product: Product = PackedProduct(count)
-    if recipe is not None:
-        assert x is not None
-        check_fp8(x, weights[0])
-        product = CompiledFP8Product(recipe, num_weights=count)
-    return run_packed_linear(prologue, product, inputs, weights, biases or (None,) * count)
+def _product(x: Tensor, weights: Sequence[Tensor], precision: Precision) -> Product:
+    recipe = recipe_of(precision)
+    if recipe is None:
+        return PackedProduct(len(weights))
+    check_fp8(x, weights[0])
+    return CompiledFP8Product(recipe, num_weights=len(weights))

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from onepass.distributed.tensor_parallel import tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.gradients.fp8_weight import describe_formula, describe_fp8
 from onepass.gradients.vectors import contiguous_param, with_fp32_grads
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import DEFAULT_EPS, NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.norm_rows import norm_rows
 from onepass.ops.norm.sharding import shard_norm_linear
-from onepass.product.function import is_plain, multiply_rows, product_for, run_linear
-from onepass.product.product import Product, describe_products
+from onepass.product.function import is_plain, multiply_rows, run_linear
+from onepass.product.precision import describe_formula, describe_products, product_for
+from onepass.product.product import Product
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_linear, check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import product_type, under_functorch
@@ -103,7 +103,7 @@ def _variant(call: Call) -> str:
     layer = call.norm == "layer_norm"
     said = kernels.norm_variant(call.x, call.residual, call.norm_weight, call.norm_bias, layer, False, rebuilds=True)
     rebuilt = "norm(x)" if call.residual is None else "norm(h)"
-    products = describe_fp8(call.precision, call.x, call.weight) or describe_products(call.deferred)
+    products = describe_products(call.precision, call.x, call.weight, call.deferred)
     return f"{said}; {products}; {rebuilt} is rebuilt in backward"
 
 

@@ -18,8 +18,9 @@ from onepass.gradients.vectors import VectorGrads
 from onepass.ops.norm import fp8, kernels
 from onepass.ops.norm.formula import NormOptions, norm_backward_formula, norm_formula
 from onepass.ops.norm.forward import new_stats
-from onepass.product.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
-from onepass.product.prologue import Codes, Inputs, Kept, Needs, PrologueGradients
+from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
+from onepass.product.fp8.prologue import Codes
+from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime.dispatch import cast
 from onepass.runtime.fp8 import FP8Target, turned_width
 from onepass.runtime.fp8_recipe import FP8Recipe

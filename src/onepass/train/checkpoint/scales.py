@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.gradients.fp8_scales import ROLES
-from onepass.gradients.fp8_weight import FP8Weight
 from onepass.nn.precision import FP8Layer, fp8_layers
+from onepass.product.fp8.scales import ROLES
+from onepass.product.fp8.weight import FP8Weight
 from onepass.train.checkpoint.parts import Chunk
 
 _COUNTS, _UNDERFLOWS = 5, 2

@@ -2,7 +2,7 @@
 
 Forward casts x, and multiplies it by the weight's codes. Backward casts dy in both layouts, and multiplies it by the weight's
 turned codes and by x's, which are cast again from x: what is kept is what a 16-bit product keeps. Rows that the ranks of a group
-have are gathered as codes (gradients/fp8_weight.py has the table), and turned where they arrive. Sums over ranks are in 16 bits.
+have are gathered as codes (product/fp8/weight.py has the table), and turned where they arrive. Sums over ranks are in 16 bits.
 
 A deferred gradient keeps its operands as turned codes, or by rows where `flush` gathers them.
 """
@@ -18,10 +18,6 @@ from torch import Tensor
 
 from onepass.distributed.collectives import start_all_gather
 from onepass.distributed.tensor_parallel import TPLayout, rows_of, start_sum
-from onepass.gradients.fp8_gradient import FP8Gradient, takes_fp8_gradient
-from onepass.gradients.fp8_scales import FP8Factors
-from onepass.gradients.fp8_updates import Version
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, PendingOperand, multiply, turned_weight
 from onepass.gradients.main_grad import (
     GradientKind,
     GradRequest,
@@ -32,6 +28,12 @@ from onepass.gradients.main_grad import (
 from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.kernels.cublaslt import scaled_product
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
+from onepass.product.fp8.gradient import FP8Gradient, takes_fp8_gradient
+from onepass.product.fp8.prologue import FP8Prologue
+from onepass.product.fp8.rows import FP8Rows
+from onepass.product.fp8.scales import FP8Factors
+from onepass.product.fp8.updates import Version
+from onepass.product.fp8.weight import FP8Operand, FP8Weight, PendingOperand, multiply, turned_weight
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import registered
@@ -128,7 +130,7 @@ class FP8Call(NamedTuple):
         return FP8Target(E4M3, self.x_scale) if self.state.recipe.has_wgrad else None
 
     def start_input(
-        self, prologue: Prologue, kept: Kept, made: PrologueGradients | None, *, later: bool
+        self, prologue: Any, kept: Kept, made: PrologueGradients | None, *, later: bool
     ) -> Callable[[], Any]:  # fmt: skip
         self.state.check_unchanged(self.version)
         target, inverse = self.target, self.x_inverse
@@ -212,7 +214,7 @@ class FP8Call(NamedTuple):
 
 
 def start_transposed(
-    prologue: Prologue, kept: Kept, made: PrologueGradients | None, target: FP8Target, inverse: Tensor
+    prologue: FP8Prologue, kept: Kept, made: PrologueGradients | None, target: FP8Target, inverse: Tensor
 ) -> Callable[[], FP8Operand]:
     """Return what makes the transpose of the rows' codes, unless the prologue's backward has made it."""
     if made is not None and made.transposed is not None:
@@ -240,7 +242,10 @@ class FP8Product(NamedTuple):
     takes_unrounded: bool = True
     num_weights: int = 1
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
+    def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
+        return FP8Rows(x_type, dtype)
+
+    def forward(self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         state, layout, rows = self.state, self.layout, None
         state.update(weight)
         if prologue.returns[0]:  # by a pass of their own: codes are those of unrounded rows, whoever else takes these

@@ -16,7 +16,7 @@ from onepass.runtime.fp8 import dequantise
 
 if TYPE_CHECKING:
     from onepass.distributed.tensor_parallel import TPLayout
-    from onepass.gradients.fp8_weight import CompiledFP8, FP8Weight
+    from onepass.product.fp8.weight import FP8Weight
 
 
 class FP8Gradient(Tensor):
@@ -59,7 +59,7 @@ class FP8Gradient(Tensor):
 # ---- who takes one ----
 
 
-def takes_fp8_gradient(y: Tensor, state: FP8Weight | CompiledFP8, bias: Tensor | None, layout: TPLayout | None) -> None:
+def takes_fp8_gradient(y: Tensor, state: FP8Weight, bias: Tensor | None, layout: TPLayout | None) -> None:
     """Mark a product's output: the backward of the next op may hand its gradient over in eight bits.
 
     A bias needs the sums of a gradient that was not rounded, and where ranks have rows of it, all of them share a scale. A
@@ -71,7 +71,7 @@ def takes_fp8_gradient(y: Tensor, state: FP8Weight | CompiledFP8, bias: Tensor |
         y.takes_fp8_gradient = state, y._version  # type: ignore[attr-defined]
 
 
-def fp8_taker(x: Tensor) -> FP8Weight | None:
+def gradient_consumer(x: Tensor) -> FP8Weight | None:
     """Return the state of the product that made x, if it takes its gradient in eight bits. A view or a changed x has none."""
     if torch.compiler.is_compiling():
         return None

@@ -1,4 +1,4 @@
-"""The weight of a linear layer in eight bits, the operands of its products, and whether a product is in eight bits at all.
+"""The weight of a linear layer in eight bits, and the operands of its products.
 
 The weight's codes are made where a product takes them: by rows in forward, turned in backward. Forward also finds their scale.
 Nothing made of a weight outlasts a call, so none is old, whoever wrote the weight. Over the ranks of a group:
@@ -27,8 +27,12 @@ from torch import Tensor
 
 from onepass.distributed.collectives import Pending, start_all_gather
 from onepass.distributed.tensor_parallel import TPLayout
-from onepass.gradients.fp8_scales import FP8Factors, FP8Scales
-from onepass.gradients.fp8_updates import (
+from onepass.gradients.main_grad import is_capturing
+from onepass.kernels.cublaslt import scaled_product
+from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
+from onepass.kernels.fp8_turn import turn_codes
+from onepass.product.fp8.scales import FP8Factors, FP8Scales
+from onepass.product.fp8.updates import (
     BEFORE_ANY,
     Version,
     count_optimizer_steps,
@@ -38,15 +42,9 @@ from onepass.gradients.fp8_updates import (
     version_of,
     whole_of,
 )
-from onepass.gradients.main_grad import is_capturing
-from onepass.kernels.cublaslt import scaled_product
-from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
-from onepass.kernels.fp8_turn import turn_codes
 from onepass.runtime.cuda_graph import current_step
-from onepass.runtime.dispatch import under_functorch
-from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_fp8, fits_fp8
-from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
-from onepass.runtime.op import FORMULA, Call
+from onepass.runtime.fp8 import E4M3, FP8Target
+from onepass.runtime.fp8_recipe import FP8Recipe
 
 
 class FP8Operand(NamedTuple):
@@ -225,12 +223,6 @@ def turned_weight(weight: Tensor, factors: FP8Factors | None) -> FP8Operand:
     return FP8Operand(codes, factors.inverse)
 
 
-class CompiledFP8(NamedTuple):
-    """Stands for a weight's state in a compiled graph, whose ops find the state when they run (product/in_graph.py)."""
-
-    recipe: FP8Recipe
-
-
 def _from_scales(recipe: FP8Recipe, scales: dict[str, Tensor]) -> FP8Weight:
     """Return a state on the scales' device."""
     state = FP8Weight(scales["scale"], recipe)
@@ -259,54 +251,3 @@ def fp8_weight(weight: Tensor, recipe: FP8Recipe) -> FP8Weight:
         with _outside_inference_mode():
             state = owner.fp8 = FP8Weight(weight, recipe)  # type: ignore[attr-defined]
     return state
-
-
-def fp8_state(
-    precision: Precision, x: Tensor, weight: Tensor, layout: TPLayout | None = None
-) -> FP8Weight | CompiledFP8 | None:  # fmt: skip
-    """Return the state of a product that `precision` wants in eight bits, or None where it keeps its type. Raise where it can't.
-
-    Ranks that have parts of one weight must all have parts that fit, or none: `validate()` sees where they gather other types.
-    """
-    if precision is None:
-        return None
-    recipe = recipe_of(precision)
-    check_fp8(x, weight)
-    if recipe is None or unfit_for_fp8(x, weight) is not None:
-        return None
-    if under_functorch():
-        raise RuntimeError("precision must be None under vmap and functional derivatives: a product in eight bits keeps state")
-    if torch.compiler.is_compiling():
-        if layout is not None:
-            raise RuntimeError("precision must be None under torch.compile with a tp_group: run the call uncompiled")
-        return CompiledFP8(recipe)
-    state = fp8_weight(weight, recipe)
-    if layout is not None:
-        state.share(layout)
-    return state
-
-
-def describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:
-    """Return what `explain` says of a product's precision, or None where there is nothing to say."""
-    recipe = recipe_of(precision)
-    if recipe is None:
-        return None
-    unfit = unfit_for_fp8(x, weight)
-    if unfit is not None:
-        return f"products in their own type, as {unfit}"
-    wgrad = "" if recipe.has_wgrad else ", the weight's gradient in 16 bits"
-    return f"products in eight bits ({recipe.types}; {recipe.scaling} scales{wgrad})"
-
-
-def describe_formula(call: Call) -> str:
-    """Return what `explain` says of an op's formula, whose product has a precision."""
-    said = describe_fp8(call.precision, call.x, call.weight)
-    return FORMULA if said is None else f"the PyTorch formula; {said}"
-
-
-def unfit_for_fp8(x: Tensor, weight: Tensor) -> str | None:
-    """Return why this product stays in its own type, or None."""
-    if not fits_fp8(weight.shape):
-        N, K = weight.shape
-        return f"the weight's sizes, {N} x {K}, are not multiples of {MULTIPLE}"
-    return None if x.numel() else "there is nothing to do"

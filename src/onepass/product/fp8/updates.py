@@ -18,7 +18,7 @@ from onepass.kernels.device_tables import is_capturing
 from onepass.runtime.cuda_graph import current_step
 
 if TYPE_CHECKING:
-    from onepass.gradients.fp8_scales import FP8Scales
+    from onepass.product.fp8.scales import FP8Scales
 
 Version = tuple[int, ...]  # of the parameter that has the state, the optimizers' steps, and of those that are packed with it
 BEFORE_ANY: Version = (-1, -1)  # of a weight whose scales are those of a step before

@@ -1,7 +1,7 @@
 """Products in eight bits under torch.compile: forward, and what backward makes of dy, as ops that a graph doesn't look into.
 
 A graph can't see when scales change, or which magnitudes were noted. So it holds the weight alone, and
-an op finds the weight's state (gradients/fp8_weight.py) when it runs. What the state lends is copied before the graph gets it.
+an op finds the weight's state (product/fp8/weight.py) when it runs. What the state lends is copied before the graph gets it.
 A product of several weights takes them as one, which an op makes where they don't lie together, and nobody keeps for backward.
 Passes that write codes turned, and the product that is added to main_grad, keep nothing and are ops of their own.
 
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from onepass.distributed.tensor_parallel import TPLayout
-from onepass.gradients.fp8_scales import factors_of, new_factors
-from onepass.gradients.fp8_weight import FP8Operand, FP8Weight, fp8_weight
 from onepass.gradients.main_grad import GradRequest, put_gradient
 from onepass.gradients.packed_params import concat_no_grad
-from onepass.product.fp8 import PRODUCT, FP8Call, FP8Product, start_transposed
+from onepass.product.fp8.product import PRODUCT, FP8Call, FP8Product, start_transposed
+from onepass.product.fp8.prologue import FP8Prologue
+from onepass.product.fp8.rows import FP8Rows, kept_rows
+from onepass.product.fp8.scales import factors_of, new_factors
+from onepass.product.fp8.weight import FP8Operand, FP8Weight, fp8_weight
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, turned_width
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 LOOKS_AT_A_STATE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()  # not in older ones
 
 
-def one_of(tensors: Sequence[Tensor]) -> Tensor | None:
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return all rows of weights or biases, of none None. They are one weight to `fp8_weight`, whether this is a copy or not."""
     if len(tensors) < 2:
         return tensors[0] if tensors else None
@@ -48,14 +50,14 @@ def one_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def state_in_graph(x: Tensor, weights: Sequence[Tensor], recipe: FP8Recipe) -> tuple[FP8Weight, Tensor]:
     """Return the state of the weights when an op of a graph runs, and all of them as one. Raise as an uncompiled call does."""
-    weight = one_of(weights)
+    weight = as_one(weights)
     assert weight is not None
     check_fp8(x, weight)
     return fp8_weight(weight, recipe), weight
 
 
 def forward_in_graph(
-    prologue: Prologue, inputs: Inputs, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, noted: bool
+    prologue: FP8Prologue, inputs: Inputs, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, noted: bool
 ) -> tuple[Sequence[Tensor | None], Kept]:
     """Run a product when its op does. Return y, copies of what the next refresh changes, and what the prologue keeps.
 
@@ -64,7 +66,7 @@ def forward_in_graph(
     assert inputs[0] is not None
     state, weight = state_in_graph(inputs[0], weights, recipe)
     needs = [True] * (len(inputs) + 2) if noted else None
-    y, _, kept, call = FP8Product(state).forward(prologue, inputs, weight, one_of(biases), needs)
+    y, _, kept, call = FP8Product(state).forward(prologue, inputs, weight, as_one(biases), needs)
     assert isinstance(call, FP8Call)
     scale, factors = call.x_scale, call.factors
     return (y, call.x_inverse.clone(), None if scale is None else scale.clone(), None if factors is None else factors.row), kept
@@ -78,6 +80,38 @@ def forward_fake(
     if recipe.scaling == "row":
         return y, x.new_empty((math.prod(x.shape[:-1]), 1), dtype=torch.float32), None, None
     return y, x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32), new_factors(x)
+
+
+# ---- rows as they are ----
+
+
+class GraphRows(FP8Rows):
+    """Rows as they are, in a graph."""
+
+    __slots__ = ()
+
+    def in_graph(self, inputs: Inputs, *product: Any, needs: Needs) -> tuple[Sequence[Any], Kept]:
+        (x,) = inputs
+        return _forward_op(x, *product, self.dtype, needs is not None), kept_rows(x, needs)
+
+
+def _forward(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], recipe: FP8Recipe, product: torch.dtype, noted: bool
+) -> Sequence[Tensor | None]:
+    return forward_in_graph(FP8Rows(x.dtype, product), (x,), weights, biases, recipe, noted)[0]
+
+
+_forward_op = Registered(
+    "fp8_linear(Tensor x, Tensor[] weights, Tensor[] biases, FP8Recipe recipe, ScalarType product, bool noted) -> "
+    "(Tensor, Tensor, Tensor?, Tensor?)",
+    _forward,
+    lambda x, weights, biases, recipe, product, noted: forward_fake(x, weights, recipe, product),
+    FP8Recipe,
+    tags=LOOKS_AT_A_STATE,
+)
+
+
+# ---- backward, and the product ----
 
 
 def _output_gradient(
@@ -125,7 +159,7 @@ class CompiledFP8Call(NamedTuple):
     deferred: DeferredWgrad | None = None
 
     def start_input(
-        self, prologue: Prologue, kept: Kept, made: PrologueGradients | None, *, later: bool
+        self, prologue: Any, kept: Kept, made: PrologueGradients | None, *, later: bool
     ) -> Callable[[], Any]:  # fmt: skip
         if self.target is None:
             return PlainProduct().start_input(prologue, kept, made, later=False)
@@ -155,7 +189,10 @@ class CompiledFP8Product(NamedTuple):
 
     takes_unrounded: bool = True
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
+    def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
+        return GraphRows(x_type, dtype)
+
+    def forward(self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         rows, recipe = prologue.rows(inputs, None)[0] if prologue.returns[0] else None, self.recipe
         weights, biases = (weight, bias) if self.num_weights > 1 else ((weight,), (bias,))
         biases = [bias for bias in biases if bias is not None]
