@@ -47,4 +47,4 @@ def test_a_wrong_main_grad_raises_before_anything_is_written():
 @needs_triton
 def test_explain():
     said = onepass.explain("activation_linear", *(t.detach() for t in tensors()[:3]), backend="triton")
-    assert all(word in said.variant for word in ("forward in blocks", "cuBLAS", "rebuilt in backward")), said.variant
+    assert all(word in said.variant for word in ("forward in blocks", "products by PyTorch", "rebuilt in backward")), said.variant

@@ -225,7 +225,7 @@ def test_explain(layer):
     x, norm_weight, weight, bias, norm_bias = (t if t is None else t.detach() for t in tensors(layer=layer))
     norm = "layer_norm" if layer else "rms_norm"
     said = onepass.explain("norm_linear", x, norm_weight, weight, bias, norm=norm, norm_bias=norm_bias, backend="triton")
-    assert all(word in said.variant for word in ("forward with", "cuBLAS", "rebuilt in backward")), said.variant
+    assert all(word in said.variant for word in ("forward with", "products by PyTorch", "rebuilt in backward")), said.variant
 
 
 # ---- broken copies, which a check above must catch ----
