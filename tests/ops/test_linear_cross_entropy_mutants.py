@@ -118,7 +118,7 @@ KERNEL_MUTANTS = {
 LORA, LORA_BLOCKS = Case("recompute", lora=3, bias=True), Case("both", "none", lora=3, bias=True)
 LORA_MADE = Case("grad_in_forward", lora=3)
 MUTANTS |= {
-    "lora: no scale": (operands, "Head.low", "found.mul_(self.lora.scale)", "found", LORA),
+    "lora: no scale": (operands, "Head.low", "product.mul_(self.lora.scale)", "product", LORA),
     "lora: a gradient without the scale": (sums, "AdapterSum.rounded", " * self.scale", "", LORA),
     "lora: the scale twice": (sums, "AdapterSum.rounded", " * self.scale", " * self.scale * self.scale", LORA),
     "lora: the logits rounded before it is added": (operands, "_products_with_lora", "_product(operand, head.joined(first + at, first + end), None, out[:, at:end])", "joined, K = head.joined(first + at, first + end), hidden.shape[1]\n        out[:, at:end] = hidden @ joined[:, :K].t()\n        out[:, at:end] += operand[:, K:] @ joined[:, K:].t()", Case("keep_logits", dtype=BF16, lora=3, D=64, lead=(40,))),
@@ -140,7 +140,7 @@ KEPT, KEPT_MASKED = Case("keep_logits", "none", kept=True, weighted=True, full=T
 MUTANTS |= {
     "a mask of the first columns": (row_formula, "_statistics", "allowed_columns(bits, first, W)", "allowed_columns(bits, 0, W)", MASKED),
     "gradients outside of the mask": (row_formula, "row_gradients", "first, x.shape[1]), 0.0)", "first, x.shape[1]), 1e-2)", MASKED),
-    "a mean by the tokens' weights alone": (autograd, "_rows_of", "found.divisor", "weights", replace(CLASSES, smoothing=0.2)),
+    "a mean by the tokens' weights alone": (autograd, "_rows_of", "both.divisor", "weights", replace(CLASSES, smoothing=0.2)),
     "token weights' gradient without the class": (autograd, "_token_weight_gradient", "losses * of_label", "losses", CLASSES),
     "the mean's part of it": (autograd, "_token_weight_gradient", "mean * of_label", "mean", replace(CLASSES, smoothing=0.2)),
     "masses forgotten in backward": (autograd, "_incoming", "mass=saved.mass", "mass=torch.ones_like(g)", MIXED),

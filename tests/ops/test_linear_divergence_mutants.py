@@ -39,7 +39,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the temperature's derivative forgotten": (rows, "row_gradients", "d / terms.temperature", "d", CAPPED),
     "the teacher's cap for the student": (rows, "_statistics", "logits.student, terms.student", "logits.student, terms.teacher", CAPPED),
     "ignored rows have a gradient": (rows, "row_gradients", "some.out.masked_fill_((some.labels == terms.ignore_index).unsqueeze(-1), 0.0)", "pass", FORWARD),
-    "ignored rows have a divergence": (formula, "merge_statistics", "torch.where(labels != terms.ignore_index, found, 0.0)", "found", Case("recompute", reduction="none")),
+    "ignored rows have a divergence": (formula, "merge_statistics", "torch.where(labels != terms.ignore_index, divergences, 0.0)", "divergences", Case("recompute", reduction="none")),
 }  # fmt: skip
 LORA = Case(lora=3, bias=True)
 MUTANTS |= {

@@ -53,9 +53,9 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "multiples of 8 promised": (kernels, "TokenLayout.aligns", "known_align(*self.flat)", "8"),
     "tables' multiples of 8 promised": (kernels, "TokenLayout.aligns", "known_align(*self.tables)", "8"),
     # ---- layouts ----
-    "dimensions merged by the first tensor": (kernels, "_merge_dims", "all(outer == size * inner for outer, inner in zip(found[-1][1], each, strict=True))", "found[-1][1][0] == size * each[0]"),
+    "dimensions merged by the first tensor": (kernels, "_merge_dims", "all(outer == size * inner for outer, inner in zip(merged[-1][1], each, strict=True))", "merged[-1][1][0] == size * each[0]"),
     "merged dimensions all in one place": (kernels, "_merge_dims", " * size, each", " * size, (0,) * len(each)"),
-    "all dimensions merged": (kernels, "_merge_dims", "found and all", "found and any"),
+    "all dimensions merged": (kernels, "_merge_dims", "merged and all", "merged and any"),
     "broadcast tables at a stride": (kernels, "_token_strides", "0 if size == 1 else ", ""),
     "tables aligned on the left": (kernels, "_token_strides", "(0,) * (len(tokens) - len(own)) + tuple(own)", "tuple(own) + (0,) * (len(tokens) - len(own))"),
     "numbers apart taken for neighbours": (kernels, "token_layout", "any(stride[-1] != 1 for _, stride in given) or ", ""),

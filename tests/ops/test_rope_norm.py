@@ -126,10 +126,10 @@ def test_gradients_may_overwrite_gradients(R, interleaved):
     dys = [torch.randn_like(x) for x in (q, k)]
     for small in (False, True):
         with small_tiles(module, small):
-            expected = kernels.rotate_back(cos, sin, *dys, q, k, norm, interleaved, needs)
+            expected = kernels.rotate_back(cos, sin, dys, (q, k), norm, interleaved, needs)
             into = torch.cat([*dys, dys[1]], 2)
             parts = into.split((4, 2, 2), 2)
-            found = kernels.rotate_back(cos, sin, *parts[:2], q, k, norm, interleaved, needs, parts[:2])
+            found = kernels.rotate_back(cos, sin, parts[:2], (q, k), norm, interleaved, needs, parts[:2])
         assert equal(found, expected) and torch.equal(parts[2], dys[1])
 
 

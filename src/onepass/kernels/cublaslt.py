@@ -94,8 +94,8 @@ def unusable(device: torch.device) -> str | None:
     reason = None
     if torch.cuda.get_device_capability(device) != _HOPPER:
         reason = "it was tried on compute capability 9.0 only"
-    elif isinstance(found := _load(), str):
-        reason = found
+    elif isinstance(library := _load(), str):
+        reason = library
     if reason is not None:
         _log.info("products in eight bits run by torch._scaled_mm: %s", reason)
     return reason

@@ -38,18 +38,18 @@ def is_capturing(device: torch.device) -> bool:
 def device_table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the numbers as int64 on the device, for kernels of the current stream. Do not write to it."""
     key = device, numbers
-    found = _kept.get(key)
+    entry = _kept.get(key)
     if is_capturing(device):
-        if found is None:
+        if entry is None:
             return _written(numbers, device)
-        _of_graphs[id(found[0])] = found[0]
-        return found[0]
-    if found is None:
-        found = _kept[key] = _sent(numbers, device), set()
+        _of_graphs[id(entry[0])] = entry[0]
+        return entry[0]
+    if entry is None:
+        entry = _kept[key] = _sent(numbers, device), set()
         if len(_kept) > MOST:
             _kept.popitem(last=False)
     _kept.move_to_end(key)
-    table, waited = found
+    table, waited = entry
     stream = stream_key(device)
     if stream not in waited:
         waited.add(stream)

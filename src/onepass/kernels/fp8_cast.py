@@ -210,8 +210,8 @@ def cast_tensor(x: Tensor, target: FP8Target, *, codes: bool = True, turned: boo
     `codes` and `turned` say which of the two to write.
     """
     if triton_unsupported(x) is not None:
-        found = quantise_tensor(x, target)
-        return found if codes else None, turn(found) if turned else None
+        quantised = quantise_tensor(x, target)
+        return quantised if codes else None, turn(quantised) if turned else None
     H, M = x.shape[-1], math.prod(x.shape[:-1])
     plain = torch.empty(x.shape, dtype=target.dtype, device=x.device) if codes else None
     across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if turned else None

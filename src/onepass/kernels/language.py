@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.errors import install_hint
 
 # the versions the kernels are written for; `onepass doctor` says when yours is another
@@ -81,6 +82,14 @@ def triton_unsupported(x: Tensor) -> str | None:
     if index not in _no_kernels and not torch.compiler.is_compiling():
         _no_kernels[index] = _why_no_kernels(index)
     return _no_kernels.get(index)
+
+
+def kernels_unsupported(name: str, x: Tensor) -> str | None:
+    """Return why kernels can't take a call on x, the argument `name`, or None: transforms can only follow formulas."""
+    if under_functorch():
+        return "vmap, a functional derivative or forward-mode differentiation is in force"
+    reason = triton_unsupported(x)
+    return None if reason is None else reason.replace("x is", f"{name} is")
 
 
 _no_kernels: dict[int, str | None] = {}  # by GPU, so that compiled code can look it up

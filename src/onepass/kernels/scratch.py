@@ -73,8 +73,8 @@ def persistent_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _worker(device: torch.device) -> tuple[ThreadPoolExecutor, torch.cuda.Stream]:
-    found = _workers.get(device.index)
-    if found is None:
+    pair = _workers.get(device.index)
+    if pair is None:
         worker = ThreadPoolExecutor(1, thread_name_prefix="onepass-lasting")
-        found = _workers[device.index] = worker, worker.submit(torch.cuda.Stream, device).result()
-    return found
+        pair = _workers[device.index] = worker, worker.submit(torch.cuda.Stream, device).result()
+    return pair

@@ -133,9 +133,13 @@ def choose(op: str, backend: str | None, reason: Reason) -> str:
 
 
 def run_other(op: str, name: str, *args: Any, **options: Any) -> Any:
-    """Run a registered backend, or say why it can't. It is given those options only that are not their defaults."""
+    """Run a registered backend, or say why it can't. It is given those options only that are not their defaults.
+
+    What the op takes by position it is given so, whichever way it comes here.
+    """
     known = OPS[op]
     other, defaults = known.others[name], known.defaults
+    args = *args, *(options.pop(argument) for argument in known.positional if argument in options)
     options = {option: value for option, value in options.items() if not _is_default(value, defaults.get(option, _NO_DEFAULT))}
     reason = other.unsupported(*args, **options)
     if reason is not None:

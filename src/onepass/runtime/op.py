@@ -175,6 +175,11 @@ class Op:
         """Of the options that have one."""
         return {name: p.default for name, p in self._signature.parameters.items() if p.default is not Parameter.empty}
 
+    @cached_property
+    def positional(self) -> list[str]:
+        """The arguments that may be given by position."""
+        return [name for name, p in self._signature.parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+
     @property
     def samples(self) -> Any:
         """The module of this op's sample calls, for tools only."""

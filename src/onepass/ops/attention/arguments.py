@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.layout import is_sequence_first
 from onepass.ops.attention.rope_kernels import check_tables, check_weights
 from onepass.runtime.checks import check_device, check_floating, check_number
+from onepass.runtime.op import Call
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -19,54 +21,53 @@ def head_size(qkv: Tensor, heads: int, groups: int | None) -> int:
     return qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
 
 
-def make_options(
-    qkv: Tensor,
-    heads: int,
-    groups: int | None,
-    interleaved: bool = False,
-    scale: float | None = None,
-    causal: bool = True,
-    window: Window = None,
-    softcap: float | None = None,
-    eps: float = 1e-6,
-    zero_centered_gamma: bool = False,
-    by_group: bool = False,
-    in_order: bool = True,
-    kernels: str = "",
-) -> AttentionOptions:
+class AttentionCall(NamedTuple):
+    """The arguments of a call but its backend, in the order of the public signature."""
+
+    qkv: Tensor
+    heads: int
+    groups: int | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+    scale: float | None = None
+    causal: bool = True
+    cu_seqlens: Tensor | None = None
+    window: Window = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 1e-6
+    zero_centered_gamma: bool = False
+    by_group: bool = False
+    overwrite: bool = False
+    deterministic: bool = True
+
+
+def make_options(call: AttentionCall | Call, in_order: bool = True, kernels: str = "") -> AttentionOptions:
     """Return the options. A window as long as the tokens is none."""
+    qkv, heads, groups, scale, window = call.qkv, call.heads, call.groups, call.scale, call.window
     if scale is None:
         scale = head_size(qkv, heads, groups) ** -0.5
-    if isinstance(window, int):
+    if window is None:
+        left, right = -1, 0 if call.causal else -1
+    elif isinstance(window, int):
         left, right = window - 1, 0
     else:
-        left, right = ((-1 if side is None else side) for side in window or (None, 0 if causal else None))
+        left, right = (-1 if side is None else side for side in window)
     furthest = qkv.shape[1] - 1
     left, right = -1 if 0 <= left >= furthest else left, -1 if 0 < right >= furthest else right
-    groups = heads if groups is None else groups
-    last = float(softcap or 0.0), float(eps), bool(zero_centered_gamma), in_order, kernels
-    layout = bool(by_group), bool(by_group) and is_sequence_first(qkv)
-    return AttentionOptions(heads, groups, bool(interleaved), float(scale), left, right, *last, *layout)
+    by_group = bool(call.by_group)
+    return AttentionOptions(
+        heads, heads if groups is None else groups, bool(call.interleaved), float(scale), left, right, float(call.softcap or 0.0),
+        float(call.eps), bool(call.zero_centered_gamma), in_order, kernels, by_group, by_group and is_sequence_first(qkv),
+    )  # fmt: skip
 
 
-def check_arguments(
-    qkv: Tensor,
-    heads: int,
-    groups: int | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float | None,
-    causal: bool,
-    cu_seqlens: Tensor | None,
-    window: Window,
-    softcap: float | None,
-    sinks: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-) -> None:
+def check_arguments(call: AttentionCall | Call) -> None:
     """Raise where an argument of attention is wrong."""
+    qkv, heads, groups, cos, sin, cu_seqlens = call.qkv, call.heads, call.groups, call.cos, call.sin, call.cu_seqlens
     check_floating("qkv", qkv)
     for name, count in (("heads", heads), ("groups", heads if groups is None else groups)):
         _check_whole(name, count, 1)
@@ -79,15 +80,15 @@ def check_arguments(
             f"qkv must have shape [B, S, {every} D], with {heads} heads of queries, {groups} of keys and {groups} of values, "
             f"but has {tuple(qkv.shape)}"
         )
-    for name, number in (("scale", scale), ("softcap", softcap)):
+    for name, number in (("scale", call.scale), ("softcap", call.softcap)):
         if number is not None:
             check_number(name, number)
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} must be finite and above 0, but is {number}")
-    if causal is not True or window is not None:
-        _check_window(causal, window)
-    if sinks is not None:
-        _check_sinks(sinks, heads, qkv)
+    if call.causal is not True or call.window is not None:
+        _check_window(call.causal, call.window)
+    if call.sinks is not None:
+        _check_sinks(call.sinks, heads, qkv)
     tokens = tuple(qkv.shape[:2])
     if cu_seqlens is not None:
         check_documents(cu_seqlens, qkv, tokens, "qkv")
@@ -96,8 +97,9 @@ def check_arguments(
         raise ValueError(f"{name} must be given where {other} is, but is None")
     if cos is not None and sin is not None:
         check_tables_of(cos, sin, cu_seqlens, qkv, tokens, qkv.shape[-1] // every, "qkv")
-    if q_weight is not None or k_weight is not None or zero_centered_gamma:
-        check_weights(q_weight, k_weight, eps, zero_centered_gamma, qkv, qkv.shape[-1] // every, "qkv")
+    if call.q_weight is not None or call.k_weight is not None or call.zero_centered_gamma:
+        norm = call.q_weight, call.k_weight, call.eps, call.zero_centered_gamma
+        check_weights(*norm, qkv, qkv.shape[-1] // every, "qkv")
         if cos is None:
             raise ValueError("cos and sin must be given where q_weight and k_weight are, but are None")
 

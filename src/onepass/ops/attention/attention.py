@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.vectors import contiguous_param, saved_vectors
-from onepass.kernels.language import triton_unsupported
-from onepass.ops.attention.arguments import Window, check_arguments, head_size, make_options
+from onepass.kernels.language import kernels_unsupported
+from onepass.ops.attention.arguments import AttentionCall, Window, check_arguments, head_size, make_options
 from onepass.ops.attention.backward import BackwardCall, attend_backward, backward_tiles, sinks_gradient
 from onepass.ops.attention.by_cudnn import attend_backward_by_cudnn, attend_by_cudnn
 from onepass.ops.attention.by_flash import attend_backward_by_flash, attend_by_flash
@@ -60,7 +60,7 @@ from onepass.ops.attention.rope_norm import weight_grads
 from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 from onepass.ops.attention.sharding import shard_attention
 from onepass.runtime.backend import NATIVE, choose, run_other
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, product_type, under_functorch
+from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, product_type
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.sizes import shared_memory
@@ -71,29 +71,14 @@ MOST_DOCUMENTS = 1 << 15  # and their blocks, are programs of a grid's second di
 _TYPES = (torch.bfloat16, torch.float16)
 
 
-def attention_reference(
-    qkv: Tensor,
-    heads: int,
-    groups: int | None = None,
-    *,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    scale: float | None = None,
-    causal: bool = True,
-    cu_seqlens: Tensor | None = None,
-    window: Window = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    zero_centered_gamma: bool = False,
-    by_group: bool = False,
-) -> Tensor:
-    """Return y by the formula, for every type, with all scores at once: fp64 inputs make it the oracle."""
-    options = make_options(qkv, heads, groups, interleaved, scale, causal, window, softcap, eps, zero_centered_gamma, by_group)
-    return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks, (q_weight, k_weight))
+def attention_reference(qkv: Tensor, heads: int, groups: int | None = None, **options: Any) -> Tensor:
+    """Return y by the formula, for every type, with all scores at once: fp64 inputs make it the oracle.
+
+    options: those of `attention`. What only says how to compute y has no effect.
+    """
+    call = AttentionCall(qkv, heads, groups, **options)
+    weights = call.q_weight, call.k_weight
+    return attention_formula(qkv, call.cos, call.sin, make_options(call), call.cu_seqlens, call.sinks, weights)
 
 
 # ---- by kernels: registered ops, opaque to the compiler and visible to checkpointing ----
@@ -215,15 +200,15 @@ def _backward(
     needs = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight)
     norm = None if q_weight is None or k_weight is None else norm_of(options, q_weight, k_weight)
     if options.by_group and gradients is not None and dqkv is not None:
-        given = gradients[:2], dqkv, cos, sin, options, None if norm is None else (norm, whole, needs)
-        dq_weight, dk_weight = rotate_groups_back(*given, into=into, keep_scratch=keep_scratch)
+        parts = gradients[:2], dqkv, cos, sin, options, None if norm is None else (norm, whole, needs)
+        dq_weight, dk_weight = rotate_groups_back(*parts, into=into, keep_scratch=keep_scratch)
     elif cos is not None and sin is not None and gradients is not None:
         dq, dk, _ = gradients
         if norm is None:
             rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
         else:
-            raw = *parts_of(whole, heads, groups)[:2], norm, options.interleaved
-            *_, dq_weight, dk_weight = rotate_back(cos, sin, dq, dk, *raw, needs, (dq, dk), into=into, keep_scratch=keep_scratch)
+            raw = parts_of(whole, heads, groups)[:2], norm, options.interleaved, needs
+            *_, dq_weight, dk_weight = rotate_back(cos, sin, (dq, dk), *raw, (dq, dk), into=into, keep_scratch=keep_scratch)
     return dqkv if of_qkv else None, dsinks if of_sinks else None, dq_weight, dk_weight
 
 
@@ -306,10 +291,7 @@ def unsupported(qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: 
         return f"{qkv.shape[1]} tokens are more than {LONGEST}"
     if cu_seqlens is not None and cu_seqlens.shape[0] > MOST_DOCUMENTS:
         return f"{cu_seqlens.shape[0] - 1} documents are more than {MOST_DOCUMENTS - 1}"
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
-    reason = triton_unsupported(qkv)
-    return None if reason is None else reason.replace("x is", "qkv is")
+    return kernels_unsupported("qkv", qkv)
 
 
 def _variant(call: Call) -> str:
@@ -347,17 +329,8 @@ def _variant(call: Call) -> str:
     return said + f"keeps {kept}, y, and a number a head and token"
 
 
-def _check(call: Call) -> None:
-    tables = call.cos, call.sin, call.scale
-    weights = call.q_weight, call.k_weight, call.eps, call.zero_centered_gamma
-    check_arguments(
-        call.qkv, call.heads, call.groups, *tables, call.causal, call.cu_seqlens, call.window, call.softcap, call.sinks, *weights
-    )
-
-
 def options_of(call: Call, kernels: str = "") -> AttentionOptions:
-    given = call.interleaved, call.scale, call.causal, call.window, call.softcap, call.eps, call.zero_centered_gamma
-    return make_options(call.qkv, call.heads, call.groups, *given, call.by_group, in_order(call.deterministic), kernels)
+    return make_options(call, in_order(call.deterministic), kernels)
 
 
 def _describe_pytorch(call: Call) -> str:
@@ -435,17 +408,14 @@ def attention(
     Returns:
         ``[B, S, heads D]``, contiguous unless `by_group` says otherwise, in qkv's type (or autocast's, where that is on).
     """
+    call = AttentionCall(
+        qkv, heads, groups, cos, sin, interleaved, scale, causal, cu_seqlens, window, softcap, sinks, q_weight, k_weight, eps,
+        zero_centered_gamma, by_group, overwrite, deterministic,
+    )  # fmt: skip
     if has_dtensor(qkv):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "attention", qkv=qkv, heads=heads, groups=groups, cos=cos, sin=sin, interleaved=interleaved, scale=scale,
-            causal=causal, cu_seqlens=cu_seqlens, window=window, softcap=softcap, sinks=sinks, q_weight=q_weight,
-            k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma, by_group=by_group, overwrite=overwrite,
-            deterministic=deterministic, backend=backend,
-        )  # fmt: skip
-    norm = q_weight, k_weight, eps, zero_centered_gamma
-    check_arguments(qkv, heads, groups, cos, sin, scale, causal, cu_seqlens, window, softcap, sinks, *norm)
-    given = interleaved, scale, causal, window, softcap, eps, zero_centered_gamma, by_group
-    options = make_options(qkv, heads, groups, *given, in_order(deterministic))
+        return run_on_shards("attention", **call._asdict(), backend=backend)  # type: ignore[no-any-return]
+    check_arguments(call)
+    options = make_options(call, in_order(deterministic))
     chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
     dtype = product_type(qkv)
     alone = cos is not None and q_weight is None and not by_group and qkv.numel() > 0
@@ -453,12 +423,7 @@ def attention(
     if overwrite and dtype == qkv.dtype:  # otherwise the op writes over a copy
         check_overwritable(qkv)
     if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
-            "attention", chosen, qkv, heads, groups,
-            cos=cos, sin=sin, interleaved=interleaved, scale=scale, causal=causal, cu_seqlens=cu_seqlens, window=window,
-            softcap=softcap, sinks=sinks, q_weight=q_weight, k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma,
-            by_group=by_group, overwrite=overwrite, deterministic=deterministic,
-        )  # fmt: skip
+        return run_other("attention", chosen, **call._asdict() | {"overwrite": overwrite})  # type: ignore[no-any-return]
     rows, weights = cast(qkv, dtype), (q_weight, k_weight)
     other = pytorch_is_faster(rows, head_size(rows, heads, groups), options, cu_seqlens, sinks)
     if chosen == "torch" or not qkv.numel() or other:
@@ -488,7 +453,7 @@ def attend_with(kernels: str, call: Call) -> Tensor:
 
 define_op(
     attention,
-    check=_check,
+    check=check_arguments,
     unsupported=lambda call: unsupported(call.qkv, call.heads, call.groups, call.cu_seqlens),
     variant=_variant,
     sharding=shard_attention,

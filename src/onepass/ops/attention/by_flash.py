@@ -111,15 +111,15 @@ def attend_backward_by_flash(call: BackwardCall, gradients: tuple[Tensor, Tensor
         given |= _both(checked_boundaries(cu_seqlens, S)[0])
         rows, lse, into = tuple(x[0] for x in rows), lse[0], tuple(x[0] for x in gradients)  # type: ignore[assignment]
     with torch.cuda.device_of(call.q):
-        found = _loaded().backward(*rows, lse, **given, **dict(zip(("dq", "dk", "dv"), into, strict=True)))
-    return None if sinks is None else found[3]
+        returned = _loaded().backward(*rows, lse, **given, **dict(zip(("dq", "dk", "dv"), into, strict=True)))
+    return None if sinks is None else returned[3]
 
 
 def _loaded() -> FlashFunctions:
-    found = flash_functions()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    functions = flash_functions()
+    if isinstance(functions, str):
+        raise RuntimeError(functions)
+    return functions
 
 
 def _options_of(options: AttentionOptions) -> dict[str, Any]:

@@ -187,8 +187,8 @@ def _normed_back(
         into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
         into_v.copy_(dv)
         into = into_q, into_k
-    q, k, _ = parts_of(qkv, options.heads, options.groups)
-    dweights = rotate_back(cos, sin, dq, dk, q, k, norm, options.interleaved, needs, into, **direct)[2:]
+    heads = parts_of(qkv, options.heads, options.groups)[:2]
+    dweights = rotate_back(cos, sin, (dq, dk), heads, norm, options.interleaved, needs, into, **direct)[2:]
     return dqkv, *dweights
 
 

@@ -117,7 +117,7 @@ def rotate_groups_back(
         return None, None
     norm, qkv, needs = normed
     raw = _by_group(group_parts(qkv, options), order)
-    return rotate_back(*tables, *given, *raw, norm, options.interleaved, needs, out, **direct)[2:]
+    return rotate_back(*tables, given, raw, norm, options.interleaved, needs, out, **direct)[2:]
 
 
 # ---- groups as tokens of a rotation, which has two dimensions of tokens ----

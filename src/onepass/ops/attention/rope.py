@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.language import triton_unsupported
+from onepass.kernels.language import kernels_unsupported
 from onepass.ops.attention.arguments import check_tables_of
 from onepass.ops.attention.documents import check_documents, tables_of_documents
 from onepass.ops.attention.rope_formula import normed_rope_formula, rope_blocks, rope_formula
@@ -168,10 +168,7 @@ def _unsupported(q: Tensor, k: Tensor) -> str | None:
         return f"k is {k.dtype}"
     if q.shape[-1] > WIDEST:
         return f"heads of {q.shape[-1]} are wider than {WIDEST}"
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
-    reason = triton_unsupported(q)
-    return None if reason is None else reason.replace("x is", "q is")
+    return kernels_unsupported("q", q)
 
 
 def _variant(call: Call) -> str:

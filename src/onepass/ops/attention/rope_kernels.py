@@ -200,15 +200,15 @@ def _token_strides(table: Layout, tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 def _merge_dims(tokens: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
     """Merge neighbouring dimensions of tokens that are contiguous in every tensor. Return sizes, and each one's strides."""
-    found: list[tuple[int, tuple[int, ...]]] = []
+    merged: list[tuple[int, tuple[int, ...]]] = []
     for size, each in zip(tokens, zip(*strides, strict=True), strict=True):
         if size == 1:
             continue
-        if found and all(outer == size * inner for outer, inner in zip(found[-1][1], each, strict=True)):
-            found[-1] = found[-1][0] * size, each
+        if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1], each, strict=True)):
+            merged[-1] = merged[-1][0] * size, each
         else:
-            found.append((size, each))
-    return found
+            merged.append((size, each))
+    return merged
 
 
 class TokenLayout(NamedTuple):

@@ -45,7 +45,7 @@ def _normed_back(
     options: NormedRopeOptions, needs: HeadGradients, **direct: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     interleaved, eps, centered = options
-    return rotate_back(cos, sin, dq, dk, q, k, QKNorm(q_weight, k_weight, eps, centered), interleaved, needs, **direct)
+    return rotate_back(cos, sin, (dq, dk), (q, k), QKNorm(q_weight, k_weight, eps, centered), interleaved, needs, **direct)
 
 
 def _normed_back_fake(

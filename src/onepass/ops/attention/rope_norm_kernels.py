@@ -245,27 +245,19 @@ class HeadGradients(NamedTuple):
 
 
 def rotate_back(
-    cos: Tensor,
-    sin: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    norm: QKNorm,
-    interleaved: bool,
-    needs: HeadGradients,
-    out: tuple[Tensor, Tensor] | None = None,
-    *,
-    into: tuple[Tensor | None, ...] | None = None,
-    keep_scratch: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    cos: Tensor, sin: Tensor, gradients: tuple[Tensor | None, Tensor | None], heads: tuple[Tensor, Tensor], norm: QKNorm,
+    interleaved: bool, needs: HeadGradients, out: tuple[Tensor, Tensor] | None = None,
+    *, into: tuple[Tensor | None, ...] | None = None, keep_scratch: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k and both weights, of those of `rotate`'s results with this norm; None for what isn't needed.
 
     Args:
-        dq, dk: None where a result has no gradient: then q and its weight, or k and its weight, get none.
+        gradients: dq and dk. None where a result has no gradient: then q and its weight, or k and its weight, get none.
+        heads: q and k.
         out: where q's and k's go instead, with last strides of 1; they may be dq and dk themselves.
         into: contiguous tensors that the weights' gradients are added to, as many as are needed of them.
     """
+    (dq, dk), (q, k) = gradients, heads
     has_q, has_k = dq is not None, dk is not None
     q_out = (empty_like(q) if out is None else out[0]) if needs.of_q and has_q else None
     k_out = (empty_like(k) if out is None else out[1]) if needs.of_k and has_k else None
@@ -275,31 +267,31 @@ def rotate_back(
         dk_weight = torch.empty_like(norm.k_weight) if needs.of_k_weight and has_k else None
     else:
         dq_weight, dk_weight = dq_weight if has_q else None, dk_weight if has_k else None
-    found = q_out, k_out, dq_weight, dk_weight
+    results = q_out, k_out, dq_weight, dk_weight
     some_q = has_q and q.numel() > 0 and (q_out is not None or dq_weight is not None)
     some_k = has_k and k.numel() > 0 and (k_out is not None or dk_weight is not None)
     for dweight, some in ((dq_weight, some_q), (dk_weight, some_k)):
         if dweight is not None and into is None and not some:
             dweight.zero_()
     if not (some_q or some_k):
-        return found
+        return results
     nothing = None, None, None
-    given: list[tuple[Tensor | None, ...]] = [(dq, q, q_out) if some_q else nothing, (dk, k, k_out) if some_k else nothing]
+    operands: list[tuple[Tensor | None, ...]] = [(dq, q, q_out) if some_q else nothing, (dk, k, k_out) if some_k else nothing]
     q_weight, k_weight, eps, centered = norm
     dq_weight, dk_weight = dq_weight if some_q else None, dk_weight if some_k else None
     size = max(q.element_size() if some_q else 0, k.element_size() if some_k else 0)
     while True:
-        heads = tuple(map(layout_of, (*given[0], *given[1])))
+        layouts = tuple(map(layout_of, (*operands[0], *operands[1])))
         tables = (cos.shape, cos.stride()), (sin.shape, sin.stride())
-        plan = _backward_plan(heads, *tables, interleaved, eps, centered, into is not None, size, cos.device)
+        plan = _backward_plan(layouts, *tables, interleaved, eps, centered, into is not None, size, cos.device)
         if plan is not None:
             break
-        copies, cos, sin = readable((*given[0][:2], *given[1][:2]), cos, sin)
-        given = [(*copies[:2], given[0][2]), (*copies[2:], given[1][2])]
+        copies, cos, sin = readable((*operands[0][:2], *operands[1][:2]), cos, sin)
+        operands = [(*copies[:2], operands[0][2]), (*copies[2:], operands[1][2])]
     programs, first = _programs(plan.q_tiles, plan.k_tiles, _RESIDENT * processors(cos.device))
     partial = arrived = None
     if dq_weight is not None or dk_weight is not None:
         partial, arrived = (stream_scratch if keep_scratch else new_scratch)(programs * norm.q_weight.numel(), 2, cos.device)
-    tensors = (*given[0], q_weight, dq_weight, *given[1], k_weight, dk_weight)
+    tensors = (*operands[0], q_weight, dq_weight, *operands[1], k_weight, dk_weight)
     plan.launch((programs, 1, 1), cos, sin, *tensors, partial, arrived, plan.M, plan.S, first)
-    return found
+    return results

@@ -26,7 +26,7 @@ from torch import Tensor
 from onepass.distributed.collectives import group_of_several, start_all_gather
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grad
-from onepass.kernels.language import triton_unsupported
+from onepass.kernels.language import kernels_unsupported
 from onepass.kernels.philox import STEPS, Seed, as_tensor, draw_seed, dropout_formula, threshold_of
 from onepass.ops.dropout import kernels
 from onepass.ops.dropout.formula import DropoutOptions, backward_formula, global_rows
@@ -152,8 +152,8 @@ def _group_seed(x: Tensor, seed: Seed, group: dist.ProcessGroup, sequence: bool)
     if not sequence:
         return start_all_gather(mine, group).wait()[:1], None
     rows = torch.full((1,), prod(x.shape[:-1]), dtype=torch.int64, device=x.device)
-    found = start_all_gather(torch.cat([mine, rows]), group).wait().view(-1, 2)
-    return found[0, :1], found[: group.rank(), 1].sum().view(1)
+    gathered = start_all_gather(torch.cat([mine, rows]), group).wait().view(-1, 2)
+    return gathered[0, :1], gathered[: group.rank(), 1].sum().view(1)
 
 
 # ---- the public function: say what is wrong, choose who does it, return ----
@@ -164,9 +164,7 @@ def unsupported(x: Tensor, residual: Tensor) -> str | None:
     for name, t in (("x", x), ("residual", residual)):
         if t.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"{name} is {t.dtype}"
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
-    return triton_unsupported(x)
+    return kernels_unsupported("x", x)
 
 
 def _variant(call: Call) -> str:

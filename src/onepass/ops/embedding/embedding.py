@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of
-from onepass.kernels.language import triton_unsupported
+from onepass.kernels.language import kernels_unsupported
 from onepass.ops.embedding.forward import EmbeddingOptions, look_up, look_up_tiles, orders_in_kernel
 from onepass.ops.embedding.gradient import rows_gradient
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -134,9 +134,7 @@ def unsupported(weight: Tensor, **options: Any) -> str | None:
     """Why the kernels can't take this call, or None."""
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"weight is {weight.dtype}"
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
-    return triton_unsupported(weight)
+    return kernels_unsupported("weight", weight)
 
 
 def variant(ids: Tensor, weight: Tensor, **options: Any) -> str:

@@ -15,21 +15,23 @@ Kernels  ops/loss/row_kernels.py: linear_cross_entropy shares them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onepass.distributed.collectives import group_of_several, start_all_gather, vocab_range
-from onepass.kernels.language import triton_unsupported
+from onepass.kernels.language import kernels_unsupported
 from onepass.kernels.layout import as_matrix
 from onepass.ops.loss import row_formula, row_kernels
 from onepass.ops.loss.formula import (
     DIFFERENTIABLE_STATISTICS,
     LossTerms,
     RowLosses,
+    check_statistics,
     lse_type,
+    make_stats,
     reduce_losses,
     row_losses,
 )
@@ -52,7 +54,6 @@ from onepass.ops.loss.row_kernels import (
     row_tiles,
 )
 from onepass.ops.loss.sharding import shard_cross_entropy
-from onepass.ops.loss.statistics import check_statistics, make_stats
 from onepass.ops.loss.targets import Targets, VocabColumns, as_targets, check_class_weight, has_masses, row_weights, split_labels
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating
@@ -63,33 +64,43 @@ from onepass.runtime.sharding import has_dtensor, run_on_shards
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def cross_entropy_reference(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    return_stats: bool | Sequence[str] = False,
-) -> Any:
-    """Return the loss, or (loss, stats), by the formula, for every type: of fp64 logits it is the tests' oracle."""
-    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap)
-    return _formula(logits, *split_labels(labels), weight, reduction, terms, return_stats)
+class CrossEntropyCall(NamedTuple):
+    """The arguments of a call but its backend, in the order of the public signature."""
+
+    logits: Tensor
+    labels: Tensor
+    tp_group: dist.ProcessGroup | None = None
+    reduction: str = "mean"
+    ignore_index: int = -100
+    weight: Tensor | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    return_stats: bool | Sequence[str] = False
+    inplace_backward: bool = False
+
+    def terms(self) -> LossTerms:
+        """Check the terms of a row's loss, and return them."""
+        return check_terms(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
 
 
-def _formula(
-    logits: Tensor, labels: Tensor, probabilities: Tensor | None, weight: Tensor | None, reduction: str, terms: LossTerms,
-    return_stats: bool | Sequence[str],
-) -> Any:  # fmt: skip
-    names, smoothing = check_statistics(return_stats), terms.smoothing
-    targets = Targets(probabilities, weight) if has_masses(probabilities, weight, smoothing) else None
-    rows = row_losses(logits, labels, terms, names, targets=targets)
-    weights = row_weights(labels, terms.ignore_index, probabilities, weight, smoothing)
-    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights.of_losses, reduction, weights.of_mean)
-    return (loss, make_stats(return_stats, [rows.statistic(name, terms) for name in names])) if names else loss
+def cross_entropy_reference(logits: Tensor, labels: Tensor, **options: Any) -> Any:
+    """Return one rank's loss, or (loss, stats), by the formula, for every type: of fp64 logits it is the tests' oracle.
+
+    options: those of `cross_entropy`.
+    """
+    return _formula(CrossEntropyCall(logits, labels, tp_group=None, **options))
+
+
+def _formula(call: CrossEntropyCall) -> Any:
+    names, terms = check_statistics(call.return_stats), call.terms()
+    labels, probabilities = split_labels(call.labels)
+    masses = probabilities, call.weight
+    targets = Targets(*masses) if has_masses(*masses, terms.smoothing) else None
+    rows = row_losses(call.logits, labels, terms, names, targets=targets)
+    weights = row_weights(labels, terms.ignore_index, *masses, terms.smoothing)
+    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights.of_losses, call.reduction, weights.of_mean)
+    return (loss, make_stats(call.return_stats, [rows.statistic(name, terms) for name in names])) if names else loss
 
 
 # ---- rows: by the kernels, or by PyTorch ----
@@ -178,9 +189,9 @@ def _logits_gradient(
 # ---- registered ops ----
 
 
-def _unshared(found: RowLosses) -> tuple[Tensor | None, ...]:
+def _unshared(rows: RowLosses) -> tuple[Tensor | None, ...]:
     """Tensors that share no memory, as a graph's op must return."""
-    return tuple(None if t is None else t.clone() for t in found)
+    return tuple(None if t is None else t.clone() for t in rows)
 
 
 def _losses_fake(labels: Tensor, logits: torch.dtype, stats: str, masses: bool) -> tuple[Tensor | None, ...]:
@@ -307,12 +318,12 @@ def _forward(
     masses = has_masses(probabilities, class_weight, terms.smoothing)
     class_weight = class_weight.contiguous() if masses and class_weight is not None else None
     if group is None or place is None:
-        found = whole_losses(logits, flat, probabilities, class_weight, terms, stats, use_triton)
+        losses_of_rows = whole_losses(logits, flat, probabilities, class_weight, terms, stats, use_triton)
     else:
         part = partial_statistics(logits, flat, place, probabilities, class_weight, terms, stats, use_triton)
         parts, of_label = start_all_gather(part, group).wait(), None if probabilities is not None else class_weight
-        found = partial_losses(parts, flat, place, of_label, logits.dtype, masses, terms, stats, use_triton)
-    rows, scale, of_losses = RowLosses(*found), None, weights.of_losses
+        losses_of_rows = partial_losses(parts, flat, place, of_label, logits.dtype, masses, terms, stats, use_triton)
+    rows, scale, of_losses = RowLosses(*losses_of_rows), None, weights.of_losses
     if reduction == "none":
         losses = rows.loss
         if of_losses is not None:
@@ -339,10 +350,7 @@ def _unsupported(logits: Tensor) -> str | None:
     """Why the kernels can't take this call, or None."""
     if logits.dtype not in _TYPES:
         return f"logits is {logits.dtype}"
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
-    reason = triton_unsupported(logits)
-    return None if reason is None else reason.replace("x is", "logits is")
+    return kernels_unsupported("logits", logits)
 
 
 def _variant(call: Call) -> str:
@@ -362,24 +370,21 @@ def _variant(call: Call) -> str:
     return said if call.weight is None else f"{said}; class weights are the rows' weights"
 
 
-def _checked(
-    logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
-    weight: Tensor | None, label_smoothing: float, z_loss: float, softcap: float | None, return_stats: bool | Sequence[str],
-    inplace_backward: bool,
-) -> tuple[dist.ProcessGroup | None, LossTerms, str]:  # fmt: skip
+def _checked(call: CrossEntropyCall) -> tuple[dist.ProcessGroup | None, LossTerms, str]:
     """Raise where an argument is wrong; return the group if there are others in it, the terms of the loss, and the names of the
     statistics with commas between."""
+    logits, labels, tp_group = call[:3]
     check_floating("logits", logits)
     group = group_of_several(tp_group, "tp_group")
     if logits.dim() == 0 or (group is None and logits.shape[-1] == 0):
         raise ValueError(f"logits must have a last dimension of at least 1, but has shape {tuple(logits.shape)}")
     V = logits.shape[-1]
-    check_labels(labels, logits.shape[:-1], logits.device, ignore_index, columns=V)
-    check_class_weight("weight", weight, V if group is None else None, logits.device)
-    check_reduction(reduction)
-    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap)
-    stats = ",".join(check_statistics(return_stats, labels.is_floating_point(), V))
-    if inplace_backward and needs_grad(logits) and not torch.compiler.is_compiling():
+    check_labels(labels, logits.shape[:-1], logits.device, call.ignore_index, columns=V)
+    check_class_weight("weight", call.weight, V if group is None else None, logits.device)
+    check_reduction(call.reduction)
+    terms = call.terms()
+    stats = ",".join(check_statistics(call.return_stats, labels.is_floating_point(), V))
+    if call.inplace_backward and needs_grad(logits) and not torch.compiler.is_compiling():
         whole = logits._base if logits._is_view() and logits._base is not None else logits
         if whole.is_leaf and whole.requires_grad:
             raise ValueError(
@@ -438,19 +443,16 @@ def cross_entropy(
         The loss in fp32 (fp64 of fp64): a number, or for ``none`` one a row. With return_stats, (loss, stats): a named tuple of
         all four, or, where statistics are named, of all seven with None for those that are not.
     """
-    given = {
-        "weight": weight, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "return_stats": return_stats,
-        "inplace_backward": inplace_backward,
-    }  # fmt: skip
+    call = CrossEntropyCall(
+        logits, labels, tp_group, reduction, ignore_index, weight, label_smoothing, z_loss, softcap, return_stats,
+        inplace_backward,
+    )  # fmt: skip
     if has_dtensor(logits, labels):
-        return run_on_shards(
-            "cross_entropy", logits=logits, labels=labels, tp_group=tp_group, reduction=reduction, ignore_index=ignore_index,
-            **given, backend=backend,
-        )  # fmt: skip
-    group, terms, stats = _checked(logits, labels, tp_group, reduction, ignore_index, **given)  # type: ignore[arg-type]
+        return run_on_shards("cross_entropy", **call._asdict(), backend=backend)
+    group, terms, stats = _checked(call)
     chosen = choose("cross_entropy", backend, _unsupported(logits))
     if chosen not in NATIVE:
-        return run_other("cross_entropy", chosen, logits, labels, tp_group, reduction, ignore_index, **given)
+        return run_other("cross_entropy", chosen, **call._asdict())
     if group is not None and under_functorch():
         raise RuntimeError(
             "cross_entropy over a tp_group can't follow vmap, functional derivatives or forward-mode differentiation"
@@ -461,20 +463,20 @@ def cross_entropy(
     if group is None and not use_triton and (under_functorch() or needs_dispatcher(logits, labels)):
         if can_validate_labels(labels):
             validate_labels(labels, logits.shape[-1], ignore_index)
-        return _formula(logits, labels, probabilities, weight, reduction, terms, return_stats)
+        return _formula(call)
     of_rows = labels, probabilities, weight, group, reduction, terms, stats
     if needs_grad(logits):
         in_place = inplace_backward and not torch.compiler.is_compiling()
-        found = _apply(logits, *of_rows, in_place, use_triton)
+        outputs = _apply(logits, *of_rows, in_place, use_triton)
     else:
         outputs = _forward(logits, *of_rows, use_triton)[0]
-        found = outputs if stats else outputs[0]
-    return (found[0], make_stats(return_stats, found[1:])) if stats else found
+        outputs = outputs if stats else outputs[0]
+    return (outputs[0], make_stats(return_stats, outputs[1:])) if stats else outputs
 
 
 define_op(
     cross_entropy,
-    check=lambda call: _checked(**vars(call)),
+    check=lambda call: _checked(CrossEntropyCall(**vars(call))),
     unsupported=lambda call: _unsupported(call.logits),
     variant=_variant,
     sharding=shard_cross_entropy,

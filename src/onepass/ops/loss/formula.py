@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ ROW_STATISTICS = ("logsumexp", "log_prob", "entropy", "correct", "log_sum_sq_pro
 STATISTICS = (*ROW_STATISTICS, "z_loss")
 USUAL_STATISTICS = STATISTICS[:4]
 DIFFERENTIABLE_STATISTICS = STATISTICS[:3]
+_STATISTICS_COLUMNS = 1 << 24  # the number of the largest column is kept in fp32
 
 
 class LossTerms(NamedTuple):
@@ -74,8 +76,8 @@ class RowLosses(NamedTuple):
 
     def statistic(self, name: str, terms: LossTerms) -> Tensor:
         """One of `STATISTICS`. That of the z-loss is a number to be logged, without a gradient."""
-        found: Tensor = terms.z_loss * self.logsumexp.detach().square() if name == "z_loss" else getattr(self, name)
-        return found
+        values: Tensor = terms.z_loss * self.logsumexp.detach().square() if name == "z_loss" else getattr(self, name)
+        return values
 
 
 def lse_type(logits: torch.dtype) -> torch.dtype:
@@ -121,17 +123,17 @@ def row_losses(
         if by_label is not None:
             penalty = penalty * torch.where(kept, weights_at(by_label, labels), 0.0).to(z.dtype)
         loss = loss + penalty
-    found = {"log_prob": as_row_losses(log_prob, kept, sound)} if "log_prob" in stats else {}
+    statistics = {"log_prob": as_row_losses(log_prob, kept, sound)} if "log_prob" in stats else {}
     if "entropy" in stats:
         p = z.softmax(-1)
-        found["entropy"] = torch.where(kept, lse - torch.where(p > 0, p * z.masked_fill(p == 0, 0.0), 0.0).sum(-1), 0.0)
+        statistics["entropy"] = torch.where(kept, lse - torch.where(p > 0, p * z.masked_fill(p == 0, 0.0), 0.0).sum(-1), 0.0)
     if "correct" in stats:
-        found["correct"] = kept & sound & (z.argmax(-1) == labels) if size else torch.zeros_like(kept)
+        statistics["correct"] = kept & sound & (z.argmax(-1) == labels) if size else torch.zeros_like(kept)
     if "log_sum_sq_probs" in stats:
-        found["log_sum_sq_probs"] = torch.where(kept, (2 * z).logsumexp(-1) - 2 * lse, 0.0)
+        statistics["log_sum_sq_probs"] = torch.where(kept, (2 * z).logsumexp(-1) - 2 * lse, 0.0)
     if "mean_logit" in stats:
-        found["mean_logit"] = torch.where(kept, z.mean(-1), 0.0)
-    return RowLosses(as_row_losses(loss, kept, sound), torch.where(kept, lse, 0.0), **found)
+        statistics["mean_logit"] = torch.where(kept, z.mean(-1), 0.0)
+    return RowLosses(as_row_losses(loss, kept, sound), torch.where(kept, lse, 0.0), **statistics)
 
 
 def as_row_losses(value: Tensor, kept: Tensor, sound: Tensor) -> Tensor:
@@ -165,3 +167,55 @@ def reduce_losses(
 def inverse_count(weight: Tensor) -> Tensor:
     """Return 1 / weight, and 0 for a weight of 0: the mean of no rows."""
     return torch.where(weight == 0, 0.0, 1 / weight)
+
+
+# ---- the statistics that are returned beside a loss ----
+
+
+class Stats(NamedTuple):
+    """Statistics of each token, of labels' shape, in fp32. Those of an ignored token are 0."""
+
+    logsumexp: Tensor
+    log_prob: Tensor  # of the label
+    entropy: Tensor
+    correct: Tensor  # bool: the label has the largest logit, the first of equals
+
+
+class NamedStats(NamedTuple):
+    """As `Stats`, of the statistics that were asked for by name; the others are None."""
+
+    logsumexp: Tensor | None
+    log_prob: Tensor | None
+    entropy: Tensor | None
+    correct: Tensor | None
+    log_sum_sq_probs: Tensor | None  # log of the sum of squared probabilities
+    mean_logit: Tensor | None  # mean over the vocabulary
+    z_loss: Tensor | None  # z_loss times logsumexp squared, before weights; without a gradient
+
+
+def check_statistics(return_stats: bool | Sequence[str], probabilities: bool = False, columns: int = 0) -> tuple[str, ...]:
+    """Return the names of the statistics that are asked for, in the order of `STATISTICS`."""
+    names: tuple[str, ...]
+    if isinstance(return_stats, bool):
+        names = USUAL_STATISTICS if return_stats else ()
+    elif isinstance(return_stats, str) or not isinstance(return_stats, Sequence):
+        raise TypeError(f"return_stats must be a bool or a sequence of names, but is {return_stats!r}")
+    else:
+        unknown = [name for name in return_stats if name not in STATISTICS]
+        if unknown:
+            raise ValueError(f"return_stats must name some of {', '.join(STATISTICS)}, but has {unknown[0]!r}")
+        names = tuple(name for name in STATISTICS if name in return_stats)
+    of_label = [name for name in ("log_prob", "correct") if name in names]
+    if probabilities and of_label:
+        raise ValueError(f"return_stats can't have {of_label[0]}, a label's, where labels are probabilities: name the others")
+    if "correct" in names and columns > _STATISTICS_COLUMNS:
+        raise ValueError(f"return_stats knows correct's columns up to {_STATISTICS_COLUMNS}, but the vocabulary has {columns}")
+    return names
+
+
+def make_stats(return_stats: bool | Sequence[str], values: Sequence[Tensor]) -> Stats | NamedStats:
+    """Return the record of the statistics asked for, given in the order of `check_statistics`."""
+    if return_stats is True:
+        return Stats(*values)
+    by_name = dict(zip(check_statistics(return_stats), values, strict=True))
+    return NamedStats(*[by_name.get(name) for name in STATISTICS])

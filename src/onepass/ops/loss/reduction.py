@@ -90,6 +90,16 @@ def check_terms(
     return LossTerms(ignore_index, float(label_smoothing), float(z_loss), cap, scale)
 
 
+def check_logits(product: torch.dtype, logits_dtype: torch.dtype | None, chunk_bytes: int | None) -> None:
+    """Check of which type a head of products of a type keeps logits, and how many bytes of them."""
+    wide = torch.promote_types(product, torch.float32)
+    if logits_dtype is not None and logits_dtype not in (product, wide):
+        narrow = "" if product == wide else f" or the operands' {product}"
+        raise ValueError(f"logits_dtype must be {wide}{narrow}, or None, but is {logits_dtype}")
+    if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
+        raise ValueError(f"chunk_bytes must be a number of bytes of at least 1, or None, but is {chunk_bytes!r}")
+
+
 def can_validate_labels(labels: Tensor) -> bool:
     """Whether the labels have values, and reading them is cheap (on a CPU) or was asked for by `validate`."""
     if labels.device.type != "cpu" and not validating():

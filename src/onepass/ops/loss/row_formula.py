@@ -13,8 +13,7 @@ from torch import Tensor
 from onepass.ops.loss.formula import LossTerms, RowLosses, as_row_losses, finished_logits, lse_type
 from onepass.ops.loss.row_functions import planes_of
 from onepass.ops.loss.row_kernels import RowGradients
-from onepass.ops.loss.targets import VocabColumns, target_mass, weights_at
-from onepass.ops.loss.vocab_mask import allowed_columns
+from onepass.ops.loss.targets import VocabColumns, allowed_columns, target_mass, weights_at
 
 
 def _finished(x: Tensor, terms: LossTerms) -> Tensor:
@@ -116,7 +115,7 @@ def finish_losses(
     log_total = total.log()
     log_prob = (target - largest) - log_total  # no bit lost to the size of logits
     penalty = terms.z_loss * (largest + log_total).square() if terms.z_loss else None
-    found: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     if targets is None:
         loss = -(1 - terms.smoothing) * log_prob
         if terms.smoothing:
@@ -126,21 +125,21 @@ def finish_losses(
         loss = mass * log_total + (mass * largest - weighted)
         if penalty is not None and targets.label_weight is not None:
             penalty = penalty * weights_at(targets.label_weight, labels).to(loss.dtype)
-        found["mass"] = torch.where(kept & sound, mass, 0.0)
+        statistics["mass"] = torch.where(kept & sound, mass, 0.0)
     if penalty is not None:
         loss = loss + penalty
     if "log_prob" in stats:
-        found["log_prob"] = as_row_losses(log_prob, kept, sound)
+        statistics["log_prob"] = as_row_losses(log_prob, kept, sound)
     if "entropy" in stats:
-        found["entropy"] = torch.where(kept, log_total - surprise / total, 0.0)
+        statistics["entropy"] = torch.where(kept, log_total - surprise / total, 0.0)
     if "correct" in stats:
-        found["correct"] = kept & sound & (first == labels.to(first.dtype))
+        statistics["correct"] = kept & sound & (first == labels.to(first.dtype))
     if "log_sum_sq_probs" in stats:
-        found["log_sum_sq_probs"] = torch.where(kept, squares.log() - 2 * log_total, 0.0)
+        statistics["log_sum_sq_probs"] = torch.where(kept, squares.log() - 2 * log_total, 0.0)
     if "mean_logit" in stats:
-        found["mean_logit"] = torch.where(kept, sum_of_logits / size, 0.0)
+        statistics["mean_logit"] = torch.where(kept, sum_of_logits / size, 0.0)
     lse = torch.where(kept, largest.to(lse_type(logits)) + log_total, 0.0)
-    return RowLosses(as_row_losses(loss, kept, sound), lse, **found)
+    return RowLosses(as_row_losses(loss, kept, sound), lse, **statistics)
 
 
 def row_gradients(

@@ -433,10 +433,10 @@ def finish_losses(
     weight = None if targets is None else targets.label_weight
     loss, *rows = parts.new_empty(1 + len(names), M).unbind(0)
     correct = parts.new_empty(M, dtype=torch.bool) if "correct" in stats else None
-    found = RowLosses(loss, lse, correct=correct)._replace(**dict(zip(names, rows, strict=True)))
+    losses = RowLosses(loss, lse, correct=correct)._replace(**dict(zip(names, rows, strict=True)))
     launch = _merge_plan(V, terms, stats, planes, 0 if weight is None else weight.shape[0])
-    launch((ceil_div(M, MERGED), 1, 1), parts, labels, place, weight, None, *found, M, count)
-    return found
+    launch((ceil_div(M, MERGED), 1, 1), parts, labels, place, weight, None, *losses, M, count)
+    return losses
 
 
 def row_gradients(

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from onepass.ops.loss import row_kernels, whole_row_kernels
 from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
-from onepass.ops.loss.formula import STATISTICS, LossTerms
+from onepass.ops.loss.formula import STATISTICS, LossTerms, check_statistics
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from onepass.ops.loss.lora import LoRA
-from onepass.ops.loss.statistics import check_statistics
 from onepass.ops.loss.targets import VocabColumns
 from onepass.runtime.random_calls import FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -50,10 +49,10 @@ def _with_head_and_probabilities(device: torch.device, dtype: torch.dtype) -> tu
 
 def with_lora(named: dict[str, Tensor]) -> dict[str, Any]:
     """Make a LoRA of the tensors whose names end in ".a" and ".b", if there are such."""
-    found: dict[str, Any] = dict(named)
+    arguments: dict[str, Any] = dict(named)
     for lora in [name.removesuffix(".a") for name in named if name.endswith(".a")]:
-        found[lora] = LoRA(found.pop(f"{lora}.a"), found.pop(f"{lora}.b"), 0.7)
-    return found
+        arguments[lora] = LoRA(arguments.pop(f"{lora}.a"), arguments.pop(f"{lora}.b"), 0.7)
+    return arguments
 
 
 def random_lora(draw: Draw, name: str, vocabulary: int, width: int, dtype: torch.dtype) -> dict[str, RandomTensor]:
@@ -138,8 +137,8 @@ def _random_cross_entropy(draw: Draw) -> RandomCall:
     tensors |= _random_targets(draw, options, lead, vocabulary, "weight")
 
     def formula(**given: Any) -> Any:
-        found = cross_entropy_reference(**given, **options)
-        return (found[0], *(t for t in found[1] if t is not None)) if options["return_stats"] else found
+        result = cross_entropy_reference(**given, **options)
+        return (result[0], *(t for t in result[1] if t is not None)) if options["return_stats"] else result
 
     written = ("logits",) if over else ()
 
@@ -163,13 +162,13 @@ def _random_targets(
     draw: Draw, options: dict[str, Any], lead: tuple[int, ...], vocabulary: int, name: str
 ) -> dict[str, RandomTensor]:  # fmt: skip
     """Return class weights and probabilities, or none. Probabilities change the options to those that they have."""
-    found = {name: RandomTensor((vocabulary,), FP32, "constant")} if draw.flag(0.3) else {}
+    tensors = {name: RandomTensor((vocabulary,), FP32, "constant")} if draw.flag(0.3) else {}
     if draw.flag(0.2):
-        found["labels"] = RandomTensor((*lead, vocabulary), draw.choose((FP32, torch.bfloat16)), "constant")
+        tensors["labels"] = RandomTensor((*lead, vocabulary), draw.choose((FP32, torch.bfloat16)), "constant")
         options["ignore_index"] = -100
         if options["return_stats"] in (True, STATISTICS):
             options["return_stats"] = ("logsumexp", "entropy", "z_loss")
-    return found
+    return tensors
 
 
 _ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the logarithm of the vocabulary are rounded to fp32
@@ -222,8 +221,8 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
     tensors |= _random_targets(draw, options, lead, vocabulary, "class_weight")
 
     def formula(**given: Any) -> Any:
-        found = linear_cross_entropy_reference(**given, **options)
-        return (found[0], *found[1]) if options["return_stats"] else found
+        result = linear_cross_entropy_reference(**given, **options)
+        return (result[0], *result[1]) if options["return_stats"] else result
 
     more: dict[str, Any] = {"chunk_bytes": draw.choose((None, 1 << 12))}
     more["logits_dtype"] = draw.choose((None, torch.promote_types(dtype, FP32)))
@@ -235,9 +234,9 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         rows = math.prod(lead)
         each = _ROUNDED * scaled / _averaged(rows, options)
         over_rows = each * max(1, rows) / vocabulary
-        found = {"dhidden": each * _size(given["weight"]), "dweight": over_rows * _size(given["hidden"]), "dbias": over_rows}
-        found["dlora.a"] = max(1, rows) * lora_floor(dtype) * _size(given["hidden"])
-        return found | {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
+        errors = {"dhidden": each * _size(given["weight"]), "dweight": over_rows * _size(given["hidden"]), "dbias": over_rows}
+        errors["dlora.a"] = max(1, rows) * lora_floor(dtype) * _size(given["hidden"])
+        return errors | {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
 
     return RandomCall(
         tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, promised=more["grad_scale"], floors=floors,
@@ -297,9 +296,9 @@ def _both_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall
         parts = row_kernels.merge_statistics(
             row_kernels.row_statistics(x, labels, terms, STATISTICS, columns), terms, STATISTICS
         )
-        found = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, STATISTICS, dtype, columns)
+        losses = row_kernels.finish_losses(torch.cat([parts, parts]), labels, terms, STATISTICS, dtype, columns)
         each = row_kernels.RowGradients(*[incoming] * 4)
-        row_kernels.row_gradients(x, x, labels, terms, found.logsumexp, found.entropy, each, columns)
+        row_kernels.row_gradients(x, x, labels, terms, losses.logsumexp, losses.entropy, each, columns)
         return x
 
     said = "softcap and smoothing" if terms.softcap else ""
@@ -361,11 +360,10 @@ def _linear_cross_entropy_call(width: int, mode: str, dtype: torch.dtype = torch
         mask = torch.empty(2048, ceil_div(width, 8), dtype=torch.uint8, device="meta") if option == "mask" else None
         classes = meta(width, dtype=torch.float32).detach() if option == "classes" else None
         asked = option == "stats"
-        found = linear_cross_entropy(
+        loss: Any = linear_cross_entropy(
             hidden, weight, labels, return_stats=asked, vocab_mask=mask, class_weight=classes, backend="triton", **options
         )
-        result: Tensor = torch.cat([found[0], *found[1][:3]]) if option == "stats" else found  # a gradient comes for each
-        return result
+        return torch.cat([loss[0], *loss[1][:3]]) if asked else loss  # a gradient comes for each
 
     return CoveringCall(" ".join(filter(None, (f"linear_cross_entropy 2048x{width}", mode, option))), dtype, run)
 

@@ -35,7 +35,7 @@ def shard_cross_entropy(given: dict[str, Any], at: Mapping[str, Split], ranks: i
         labels = columns if given["labels"].is_floating_point() else WHOLE
         return Layout({"logits": columns, "labels": labels, "weight": WHOLE}, group="tp_group")
     rows = first_split(leading_split(at["logits"], logits), _rows_of_labels(given, at))
-    return _by_rows(given, rows, {"logits": rows, "labels": rows, "weight": WHOLE}, {}, "labels")
+    return _by_rows(given, rows, {"logits": rows, "labels": rows, "weight": WHOLE}, {})
 
 
 def _rows_of_labels(given: dict[str, Any], at: Mapping[str, Split]) -> Split:
@@ -65,7 +65,7 @@ def shard_linear_cross_entropy(given: dict[str, Any], at: Mapping[str, Split], r
         refuse_split("weight", at["weight"], "Shard(0) or Replicate")
     inputs = all_as(WHOLE, *heads, "class_weight") | {"hidden": rows, "labels": rows, "token_weight": rows}
     inputs["vocab_mask"] = rows if mask is not None and mask.dim() > 1 else WHOLE
-    return _by_rows(given, rows, inputs, all_as(PARTIAL, *heads), "labels", "token_weight")
+    return _by_rows(given, rows, inputs, all_as(PARTIAL, *heads))
 
 
 def shard_linear_divergence(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
@@ -84,12 +84,12 @@ def shard_linear_divergence(given: dict[str, Any], at: Mapping[str, Split], rank
     if "labels" in at:
         rows = first_split(rows, at["labels"])
     inputs = all_as(WHOLE, *of_vocabulary, "student_lora.a") | all_as(rows, "student", "teacher", "labels")
-    return _by_rows(given, rows, inputs, all_as(PARTIAL, *of_vocabulary, "student_lora.a"), "labels")
+    return _by_rows(given, rows, inputs, all_as(PARTIAL, *of_vocabulary, "student_lora.a"))
 
 
 def _by_rows(
-    given: dict[str, Any], rows: Split, inputs: dict[str, Split], gradients: dict[str, Split], labels: str, weight: str = ""
-) -> Layout:  # fmt: skip
+    given: dict[str, Any], rows: Split, inputs: dict[str, Split], gradients: dict[str, Split]
+) -> Layout:
     """Each rank has the loss of its rows, or their sum. A mean is the sum of all, divided by what all ranks keep."""
     if rows == WHOLE:
         return Layout(inputs)
@@ -102,9 +102,9 @@ def _by_rows(
     return Layout(inputs, gradients, outputs, options={"reduction": "sum"}, finish=_mean)
 
 
-def _mean(parts: dict[str, Any], found: Any, wrap: Callable[[Tensor], Any]) -> Any:
+def _mean(parts: dict[str, Any], result: Any, wrap: Callable[[Tensor], Any]) -> Any:
     """Divide the sum by the rows that all ranks keep, or by the sum of their weights."""
-    total = found[0] if isinstance(found, tuple) else found
+    total = result[0] if isinstance(result, tuple) else result
     labels, weight = parts["labels"], parts.get("token_weight")
     dtype = total.dtype
     if labels is None:
@@ -117,4 +117,4 @@ def _mean(parts: dict[str, Any], found: Any, wrap: Callable[[Tensor], Any]) -> A
         weights = row_weights(labels, parts["ignore_index"], probabilities, classes, parts.get("label_smoothing", 0.0), weight)
         count = kept_weight(labels, parts["ignore_index"], weights.divisor, dtype)
     mean = total * inverse_count(replicated(wrap(count)))
-    return (mean, found[1]) if isinstance(found, tuple) else mean
+    return (mean, result[1]) if isinstance(result, tuple) else mean

@@ -2,7 +2,8 @@
 
 A row's loss is the sum over columns of mass * (logsumexp - logit). The mass of column c is w_c ((1 - a) q_c + a / V), with class
 weights w, probabilities q (of a label, 1 in its column) and label smoothing a. Without smoothing a label's mass is all in its
-column: then the class weight is the row's weight, and no kernel reads masses.
+column: then the class weight is the row's weight, and no kernel reads masses. A vocab_mask says which columns a row's
+distribution has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onepass.runtime.checks import check_floating
+from onepass.runtime.sizes import ceil_div
 
 
 class Targets(NamedTuple):
@@ -65,9 +67,9 @@ def has_masses(probabilities: Tensor | None, class_weight: Tensor | None, smooth
 def target_mass(
     targets: Targets, labels: Tensor, smoothing: float, columns: Tensor, V: int | Tensor, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Return the masses [..., columns] of some columns, given by their numbers in the whole vocabulary of size V."""
-    given = targets.probabilities
-    q = (labels.unsqueeze(-1) == columns).to(dtype) if given is None else given.to(dtype)
+    """Return the masses [..., columns] of some columns, probabilities by their numbers in the whole vocabulary of size V."""
+    probabilities = targets.probabilities
+    q = (labels.unsqueeze(-1) == columns).to(dtype) if probabilities is None else probabilities.to(dtype)
     mass = q * (1 - smoothing)
     if smoothing:
         mass = mass + q.new_full((), smoothing) / V
@@ -77,8 +79,8 @@ def target_mass(
 def weights_at(class_weight: Tensor, classes: Tensor) -> Tensor:
     """Return the weights of some classes, in fp32 or wider; NaN for those that there are not."""
     inside = classes.clamp(0, class_weight.shape[0] - 1)
-    found = class_weight[inside.long()].to(torch.promote_types(class_weight.dtype, torch.float32))
-    return torch.where(inside == classes, found, torch.nan)
+    weights = class_weight[inside.long()].to(torch.promote_types(class_weight.dtype, torch.float32))
+    return torch.where(inside == classes, weights, torch.nan)
 
 
 class RowWeights(NamedTuple):
@@ -104,6 +106,25 @@ def row_weights(
     if token_weight is not None:
         both = both * token_weight
     return RowWeights(token_weight, both) if smoothing else RowWeights(both)
+
+
+# ---- masks of columns: bits, the lowest of a byte first, [rows or 1, bytes] ----
+
+
+def packed_mask(mask: Tensor) -> Tensor:
+    """Return a mask as bits, [rows or 1, bytes]."""
+    rows = mask.unsqueeze(0) if mask.dim() == 1 else mask.flatten(0, -2)
+    if mask.dtype is torch.uint8:
+        return rows.contiguous()
+    rows = torch.nn.functional.pad(rows.to(torch.uint8), (0, -rows.shape[1] % 8))
+    bits = rows.view(rows.shape[0], rows.shape[1] // 8, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def allowed_columns(mask: Tensor, first: int, columns: int) -> Tensor:
+    """Return the bits of some columns as bools, [rows or 1, columns]."""
+    at = torch.arange(first, first + columns, device=mask.device)
+    return (mask[:, at >> 3] >> (at & 7).to(torch.uint8)) & 1 != 0
 
 
 # ---- checks ----
@@ -144,3 +165,15 @@ def check_class_weight(name: str, class_weight: Tensor | None, V: int | None, de
         raise ValueError(f"{name} must be on {device}, as the labels, but is on {class_weight.device}")
     if class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} must be detached, as it gets no gradient, but requires grad")
+
+
+def check_vocab_mask(mask: Tensor, labels: Tensor, V: int, device: torch.device) -> None:
+    """Raise unless the mask is bool or bits, of all rows or of each label's."""
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.uint8):
+        kind = f"of {mask.dtype}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise TypeError(f"vocab_mask must be a bool tensor or uint8 of bits, but is {kind}")
+    width = V if mask.dtype is torch.bool else ceil_div(V, 8)
+    if mask.shape != (width,) and mask.shape != (*labels.shape, width):
+        raise ValueError(f"vocab_mask must have shape {(width,)} or {(*labels.shape, width)}, but has {tuple(mask.shape)}")
+    if mask.device != device:
+        raise ValueError(f"vocab_mask must be on {device}, as hidden, but is on {mask.device}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.language import triton_unsupported
+from onepass.kernels.language import kernels_unsupported
 from onepass.ops.softmax.kernels import WIDEST, SoftmaxOptions, mask_layout, softmax_backward, softmax_forward, softmax_tiles
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_number
@@ -130,11 +130,9 @@ def unsupported(x: Tensor, **options: Any) -> str | None:
     """Why the kernels can't take this call, or None."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"x is {x.dtype}"
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
     if x.shape[-1] > WIDEST:
         return f"a row of x has {x.shape[-1]} columns, and the kernels hold {WIDEST}"
-    return triton_unsupported(x)
+    return kernels_unsupported("x", x)
 
 
 def variant(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, **options: Any) -> str:

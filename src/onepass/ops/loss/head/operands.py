@@ -106,9 +106,9 @@ class Head:
     def low(self, hidden: Tensor) -> Tensor:
         """Return `scale * hidden @ a.T`, an operand of two products: it is rounded once."""
         assert self.lora is not None
-        found = hidden.new_empty(hidden.shape[0], self.lora.a.shape[0], dtype=wide_type(hidden))
-        _product(hidden, self.lora.a, None, found)
-        return found.mul_(self.lora.scale).to(hidden.dtype)
+        product = hidden.new_empty(hidden.shape[0], self.lora.a.shape[0], dtype=wide_type(hidden))
+        _product(hidden, self.lora.a, None, product)
+        return product.mul_(self.lora.scale).to(hidden.dtype)
 
     def operand(self, hidden: Tensor) -> Tensor:
         """Return hidden states with `low` beside them, and a 1 for the bias, as `joined` has its columns."""

@@ -226,7 +226,7 @@ def _returned_bytes(inputs: PlanInputs) -> int:
     return hidden + (inputs.V * inputs.D * inputs.size if inputs.needs_weight and not inputs.into_main else 0)
 
 
-def _sums(inputs: PlanInputs, parts: int, elements: int) -> float:
+def _sums(parts: int, elements: int) -> float:
     """Bytes that fp32 sums over so many parts read and write, and that arithmetic does not hide."""
     return _EXPOSED * (2 * parts - 1) * 4 * elements
 
@@ -268,7 +268,7 @@ def _chunked_plan(
     moved += _lora_traffic(inputs, chunks, 1)
     waiting = 0
     if inputs.needs_weight and mode != "loss_only":
-        moved += _sums(inputs, chunks, weight)
+        moved += _sums(chunks, weight)
         if mode == "grad_in_forward" or (not inputs.into_main and inputs.size < 4 and chunks > 1):
             waiting += 4 * weight
     if mode == "grad_in_forward":
@@ -289,11 +289,11 @@ def _recompute_plan(inputs: PlanInputs, machine: MachineSpeed, rows: int, column
     logits = _logit_bytes(inputs, rows, columns) * (2 if inputs.shard and chunks > 1 else 1)
     moved, waiting, hidden = 3.0 * _logit_bytes(inputs, inputs.N, inputs.V), 0, 0
     if inputs.needs_weight and chunks > 1:
-        moved += _sums(inputs, chunks, inputs.V * inputs.D)
+        moved += _sums(chunks, inputs.V * inputs.D)
         waiting += 0 if inputs.into_main or inputs.size >= 4 else 4 * columns * inputs.D
     moved += _lora_traffic(inputs, chunks, 2)
     if inputs.needs_hidden and (blocks > 1 or inputs.low_rank):
-        moved += _sums(inputs, blocks, inputs.N * inputs.D)
+        moved += _sums(blocks, inputs.N * inputs.D)
         hidden = 4 * inputs.N * inputs.D
         waiting += hidden
     seconds = _products(inputs, machine, 2, chunks) + moved / machine.bandwidth

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from onepass.distributed.collectives import group_of_several
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
-from onepass.kernels.language import triton_unsupported
-from onepass.ops.loss.formula import LossOptions, LossTerms, reduce_losses, row_losses
+from onepass.kernels.language import kernels_unsupported
+from onepass.ops.loss.formula import LossOptions, LossTerms, check_statistics, make_stats, reduce_losses, row_losses
 from onepass.ops.loss.head.operands import HeadTensors
 from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.kept_rows import KeptRows, can_count
@@ -35,14 +35,22 @@ from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import (
     can_validate_labels,
     check_labels,
+    check_logits,
     check_reduction,
     check_terms,
     validate_labels,
 )
 from onepass.ops.loss.sharding import shard_linear_cross_entropy
-from onepass.ops.loss.statistics import check_statistics, make_stats
-from onepass.ops.loss.targets import Targets, check_class_weight, has_masses, row_weights, split_labels
-from onepass.ops.loss.vocab_mask import allowed_columns, check_vocab_mask, packed_mask
+from onepass.ops.loss.targets import (
+    Targets,
+    allowed_columns,
+    check_class_weight,
+    check_vocab_mask,
+    has_masses,
+    packed_mask,
+    row_weights,
+    split_labels,
+)
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
 from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, product_type, under_functorch
@@ -50,47 +58,62 @@ from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
+class LinearCrossEntropyCall(NamedTuple):
+    """The arguments of a call but its backend, in the order of the public signature."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    tp_group: dist.ProcessGroup | None = None
+    reduction: str = "mean"
+    ignore_index: int = -100
+    sequence_parallel: bool = False
+    bias: Tensor | None = None
+    lora: LoRA | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    token_weight: Tensor | None = None
+    class_weight: Tensor | None = None
+    logits_dtype: torch.dtype | None = None
+    grad_scale: float | None = None
+    chunk_bytes: int | None = None
+    return_stats: bool | Sequence[str] = False
+    rows: KeptRows | None = None
+    vocab_mask: Tensor | None = None
+    deferred: DeferredWgrad | None = None
+
+    def terms(self) -> LossTerms:
+        """Check the terms of a row's loss, and return them."""
+        last = self.softcap, self.logit_scale, self.temperature
+        return check_terms(self.ignore_index, self.label_smoothing, self.z_loss, *last)
+
+
 def linear_cross_entropy_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    token_weight: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    vocab_mask: Tensor | None = None,
-    return_stats: bool | Sequence[str] = False,
+    hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean", ignore_index: int = -100, **options: Any
 ) -> Any:
-    """Return the loss, or (loss, stats), by the formula, for every type."""
-    bits = None if vocab_mask is None else packed_mask(vocab_mask)
-    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    labels, probabilities = split_labels(labels)
-    targets = Targets(probabilities, class_weight)
-    return _formula(hidden, weight, labels, targets, bias, lora, token_weight, bits, terms, reduction, return_stats)
+    """Return one rank's loss, or (loss, stats), by the formula, for every type.
+
+    options: those of `linear_cross_entropy`. What only says how to compute the loss has no effect.
+    """
+    return _formula(LinearCrossEntropyCall(hidden, weight, labels, None, reduction, ignore_index, **options))
 
 
-def _formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, given: Targets, bias: Tensor | None, lora: LoRA | None,
-    token_weight: Tensor | None, bits: Tensor | None, terms: LossTerms, reduction: str, return_stats: bool | Sequence[str],
-) -> Any:  # fmt: skip
-    stats = check_statistics(return_stats)
-    allowed = None if bits is None else allowed_columns(bits, 0, weight.shape[0])
+def _formula(call: LinearCrossEntropyCall) -> Any:
+    names, terms, V = check_statistics(call.return_stats), call.terms(), call.weight.shape[0]
+    labels, probabilities = split_labels(call.labels)
+    allowed = None if call.vocab_mask is None else allowed_columns(packed_mask(call.vocab_mask), 0, V)
     if allowed is not None:
-        allowed = allowed[0] if len(allowed) == 1 else allowed.view(*labels.shape, weight.shape[0])
-    targets = given if has_masses(*given, terms.smoothing) else None
-    rows = row_losses(head_logits(hidden, weight, bias, lora), labels, terms, stats, allowed, targets)
-    weights = None if token_weight is None else token_weight.reshape(labels.shape)
-    weights, of_mean = row_weights(labels, terms.ignore_index, *given, terms.smoothing, weights)
-    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, reduction, of_mean)
-    return (loss, make_stats(return_stats, [rows.statistic(name, terms) for name in stats])) if stats else loss
+        allowed = allowed[0] if len(allowed) == 1 else allowed.view(*labels.shape, V)
+    masses = probabilities, call.class_weight
+    targets = Targets(*masses) if has_masses(*masses, terms.smoothing) else None
+    rows = row_losses(head_logits(call.hidden, call.weight, call.bias, call.lora), labels, terms, names, allowed, targets)
+    weights = None if call.token_weight is None else call.token_weight.reshape(labels.shape)
+    weights, of_mean = row_weights(labels, terms.ignore_index, *masses, terms.smoothing, weights)
+    loss = reduce_losses(rows.loss, labels, terms.ignore_index, weights, call.reduction, of_mean)
+    return (loss, make_stats(call.return_stats, [rows.statistic(name, terms) for name in names])) if names else loss
 
 
 # ---- the public function: check, choose a backend, run ----
@@ -98,17 +121,15 @@ def _formula(
 
 def _unsupported(hidden: Tensor) -> str | None:
     """Why the kernels can't take this call, or None."""
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
-    reason = triton_unsupported(hidden)
+    reason = kernels_unsupported("hidden", hidden)
     if reason is None and product_type(hidden) is torch.float64:
         reason = "the kernels compute in fp32, and hidden is fp64"
-    return None if reason is None else reason.replace("x is", "hidden is")
+    return reason
 
 
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the time and memory that this is expected to take."""
-    options, group = _checked(**vars(call))
+    options, group = _checked(LinearCrossEntropyCall(**vars(call)))
     labels, probabilities = split_labels(call.labels)
     lora = (None, None) if call.lora is None else call.lora[:2]
     needs = Needs(
@@ -139,72 +160,62 @@ def _ignored_too(call: Call) -> str:
 
 
 def _check(call: Call) -> None:
-    _checked(**vars(call))
+    _checked(LinearCrossEntropyCall(**vars(call)))
     check_deferred(call.deferred, call.weight)
 
 
-def _checked(
-    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, reduction: str, ignore_index: int,
-    sequence_parallel: bool, bias: Tensor | None, lora: LoRA | None, label_smoothing: float, z_loss: float,
-    softcap: float | None, logit_scale: float, temperature: float, token_weight: Tensor | None, class_weight: Tensor | None,
-    logits_dtype: torch.dtype | None,
-    grad_scale: float | None, chunk_bytes: int | None, return_stats: bool | Sequence[str], rows: KeptRows | None,
-    vocab_mask: Tensor | None, deferred: DeferredWgrad | None,
-) -> tuple[LossOptions, dist.ProcessGroup | None]:  # fmt: skip
+def _checked(call: LinearCrossEntropyCall) -> tuple[LossOptions, dist.ProcessGroup | None]:
     """Raise where an argument is wrong; return the options, and the group if there are others in it."""
+    hidden, weight, labels, tp_group = call[:4]
     check_floating("hidden", hidden)
-    check_reduction(reduction)
-    terms = check_terms(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-    product = product_type(hidden)
-    if logits_dtype is not None and logits_dtype not in (product, _wide_type(product)):
-        narrow = "" if product == _wide_type(product) else f" or the operands' {product}"
-        raise ValueError(f"logits_dtype must be {_wide_type(product)}{narrow}, or None, but is {logits_dtype}")
-    if grad_scale is not None:
-        check_number("grad_scale", grad_scale, optional=True)
-        if not -math.inf < grad_scale < math.inf:  # isfinite would break a compiled graph
-            raise ValueError(f"grad_scale must be finite, but is {grad_scale!r}")
-        if deferred is not None:
+    check_reduction(call.reduction)
+    terms, product = call.terms(), product_type(hidden)
+    check_logits(product, call.logits_dtype, call.chunk_bytes)
+    if call.grad_scale is not None:
+        check_number("grad_scale", call.grad_scale, optional=True)
+        if not -math.inf < call.grad_scale < math.inf:  # isfinite would break a compiled graph
+            raise ValueError(f"grad_scale must be finite, but is {call.grad_scale!r}")
+        if call.deferred is not None:
             raise ValueError("grad_scale and deferred exclude each other: the gradient is made in forward, or in flush()")
-    if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
-        raise ValueError(f"chunk_bytes must be a number of bytes of at least 1, or None, but is {chunk_bytes!r}")
     group = group_of_several(tp_group, "tp_group")
     if hidden.dim() == 0:
         raise ValueError("hidden must have at least one dimension, but is a scalar")
-    check_linear(hidden, hidden.shape[-1], weight, bias, "hidden")
-    check_lora("lora", lora, hidden, weight)
-    if lora is not None and deferred is not None:
+    check_linear(hidden, hidden.shape[-1], weight, call.bias, "hidden")
+    check_lora("lora", call.lora, hidden, weight)
+    if call.lora is not None and call.deferred is not None:
         raise ValueError("lora and deferred exclude each other: flush() makes logits again without it")
-    if weight.shape[0] == 0 and group is None:
+    V = weight.shape[0]
+    if V == 0 and group is None:
         raise ValueError(f"weight must have at least one row, a token's, but has shape {tuple(weight.shape)}")
-    stats = check_statistics(return_stats, isinstance(labels, Tensor) and labels.is_floating_point(), weight.shape[0])
-    tokens, sequence = hidden.shape[:-1], sequence_parallel and group is not None
+    stats = check_statistics(call.return_stats, isinstance(labels, Tensor) and labels.is_floating_point(), V)
+    tokens, sequence = hidden.shape[:-1], call.sequence_parallel and group is not None
     if sequence:
         assert group is not None
         if not tokens:
             raise ValueError(f"hidden must have a first dimension that the ranks share, but has shape {tuple(hidden.shape)}")
         tokens = torch.Size([tokens[0] * group.size(), *tokens[1:]])
-    check_labels(labels, tokens, hidden.device, ignore_index, "hidden", columns=weight.shape[0])
-    check_class_weight("class_weight", class_weight, weight.shape[0] if group is None else None, hidden.device)
+    check_labels(labels, tokens, hidden.device, call.ignore_index, "hidden", columns=V)
+    check_class_weight("class_weight", call.class_weight, V if group is None else None, hidden.device)
     labels, probabilities = split_labels(labels)
     if probabilities is not None:
-        for name, value in (("vocab_mask", vocab_mask), ("rows", rows)):
+        for name, value in (("vocab_mask", call.vocab_mask), ("rows", call.rows)):
             if value is not None:
                 raise ValueError(f"{name} and labels that are probabilities exclude each other: no column and no row is left out")
-    if token_weight is not None:
-        check_per_token("token_weight", token_weight, labels.unsqueeze(-1))
-    if vocab_mask is not None:
-        check_vocab_mask(vocab_mask, labels, weight.shape[0], hidden.device)
-        for name, given in (("label_smoothing", terms.smoothing), ("mean_logit", "mean_logit" in stats)):
-            if given:
+    if call.token_weight is not None:
+        check_per_token("token_weight", call.token_weight, labels.unsqueeze(-1))
+    if call.vocab_mask is not None:
+        check_vocab_mask(call.vocab_mask, labels, V, hidden.device)
+        for name, asked in (("label_smoothing", terms.smoothing), ("mean_logit", "mean_logit" in stats)):
+            if asked:
                 raise ValueError(f"vocab_mask and {name} exclude each other: a mean over the vocabulary is not over its columns")
-    if rows is not None:
-        _check_rows(rows, labels, ignore_index, group.size() if sequence and group is not None else 1)
-    wide = logits_dtype is not None and logits_dtype != product
+    if call.rows is not None:
+        _check_rows(call.rows, labels, call.ignore_index, group.size() if sequence and group is not None else 1)
+    wide = call.logits_dtype is not None and call.logits_dtype != product
     name = "" if group is None else group.group_name
     return LossOptions(
-        *terms, reduction, wide, True, product, name, sequence,
-        None if grad_scale is None else float(grad_scale), chunk_bytes, ",".join(stats),
-        1.0 if lora is None else float(lora.scale),
+        *terms, call.reduction, wide, True, product, name, sequence,
+        None if call.grad_scale is None else float(call.grad_scale), call.chunk_bytes, ",".join(stats),
+        1.0 if call.lora is None else float(call.lora.scale),
     ), group  # fmt: skip
 
 
@@ -233,10 +244,6 @@ def _rows_to_compute(
         if wrong is not None and wrong:
             raise ValueError(f"rows must be those of these labels, but other labels are ignored than kept_rows saw ({rows})")
     return rows
-
-
-def _wide_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def linear_cross_entropy(
@@ -312,62 +319,50 @@ def linear_cross_entropy(
         The loss in fp32 (of fp64 operands in fp64), a scalar or of labels' shape; with return_stats, (loss, stats): a named
         tuple of all four, or, where statistics are named, of all seven with None for those that are not.
     """
-    given = {
-        "bias": bias, "lora": lora, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
-        "logit_scale": logit_scale, "temperature": temperature, "token_weight": token_weight, "class_weight": class_weight,
-        "logits_dtype": logits_dtype,
-        "grad_scale": grad_scale, "chunk_bytes": chunk_bytes, "return_stats": return_stats, "rows": rows,
-        "vocab_mask": vocab_mask, "deferred": deferred,
-    }  # fmt: skip
-    args = hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
+    call = LinearCrossEntropyCall(
+        hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel, bias, lora, label_smoothing, z_loss,
+        softcap, logit_scale, temperature, token_weight, class_weight, logits_dtype, grad_scale, chunk_bytes, return_stats, rows,
+        vocab_mask, deferred,
+    )  # fmt: skip
     if has_dtensor(hidden, weight):
-        return run_on_shards(
-            "linear_cross_entropy", hidden=hidden, weight=weight, labels=labels, tp_group=tp_group, reduction=reduction,
-            ignore_index=ignore_index, sequence_parallel=sequence_parallel, **given, backend=backend,
-        )  # fmt: skip
-    options, group = _checked(*args, **given)  # type: ignore[arg-type]
+        return run_on_shards("linear_cross_entropy", **call._asdict(), backend=backend)
+    options, group = _checked(call)
     deferred = check_deferred(deferred, weight)
     chosen = choose("linear_cross_entropy", backend, _unsupported(hidden))
     if chosen not in NATIVE:
-        return run_other("linear_cross_entropy", chosen, *args, **given | {"deferred": deferred})
+        return run_other("linear_cross_entropy", chosen, **call._asdict() | {"deferred": deferred})
     labels, probabilities = split_labels(labels)
     if group is None:
         validate_labels(labels, weight.shape[0], ignore_index)
     if chosen != "triton":
         options = options._replace(use_triton=False)
-    bits = None if vocab_mask is None else packed_mask(vocab_mask)
     if under_functorch():
         for name, value in (("tp_group", group), ("grad_scale", grad_scale), ("deferred", deferred)):
             if value is not None:
                 raise RuntimeError(
                     f"linear_cross_entropy with {name} can't follow vmap, functional derivatives or forward-mode differentiation"
                 )
-        targets = Targets(probabilities, class_weight)
-        return _by_formula(hidden, weight, labels, targets, bias, lora, token_weight, bits, options, return_stats)
+        return _by_formula(call, options)
     a, b = (None, None) if lora is None else lora[:2]
     if not needs_grad(hidden, weight, bias, token_weight, a, b):  # a Function can't tell, and makes gradients in forward
         hidden, weight = hidden.detach(), weight.detach()
         bias, token_weight, a, b = (None if t is None else t.detach() for t in (bias, token_weight, a, b))
+    bits = None if vocab_mask is None else packed_mask(vocab_mask)
     kept = _rows_to_compute(hidden, weight, labels, options, group, rows)
-    found = apply(
+    outputs = apply(
         hidden, weight, bias, a, b, token_weight, labels, bits, probabilities, class_weight, options, group, deferred, kept
     )
-    return (found[0], make_stats(return_stats, found[1:])) if options.stats else found
+    return (outputs[0], make_stats(return_stats, outputs[1:])) if options.stats else outputs
 
 
-def _by_formula(
-    hidden: Tensor, weight: Tensor, labels: Tensor, targets: Targets, bias: Tensor | None, lora: LoRA | None,
-    token_weight: Tensor | None, bits: Tensor | None, options: LossOptions, return_stats: bool | Sequence[str],
-) -> Any:  # fmt: skip
+def _by_formula(call: LinearCrossEntropyCall, options: LossOptions) -> Any:
     """Run the plain formula for transforms, which have to see every step."""
     product = options.product
-    dtype = _wide_type(product) if options.wide else product
-    hidden, weight = (cast(cast(t, product), dtype) for t in (hidden, weight))
-    bias = None if bias is None else cast(cast(bias, product), dtype)
-    lora = cast_lora(lora, product, dtype)
+    dtype = torch.promote_types(product, torch.float32) if options.wide else product
+    hidden, weight = (cast(cast(t, product), dtype) for t in (call.hidden, call.weight))
+    bias = None if call.bias is None else cast(cast(call.bias, product), dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        terms, reduction = options.terms, options.reduction
-        return _formula(hidden, weight, labels, targets, bias, lora, token_weight, bits, terms, reduction, return_stats)
+        return _formula(call._replace(hidden=hidden, weight=weight, bias=bias, lora=cast_lora(call.lora, product, dtype)))
 
 
 define_op(

@@ -68,10 +68,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             tensors, rows, options, needs, accumulates_elsewhere(weight),
             accumulate=(weight, main_grads[0], GradRequest.ACCUMULATE), own=own,
         )  # fmt: skip
-        found = RowLosses(*each)
-        losses, lse = found[:2]
-        stats = {name: found.statistic(name, options.terms) for name in options.statistics()}
-        entropy, mass = stats.get("entropy"), found.mass if rows.masses else None
+        computed = RowLosses(*each)
+        losses, lse = computed[:2]
+        stats = {name: computed.statistic(name, options.terms) for name in options.statistics()}
+        entropy, mass = stats.get("entropy"), computed.mass if rows.masses else None
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):
             ignore, reduction = options.ignore_index, options.reduction
@@ -95,11 +95,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.held, ctx.main_grads = [retained(t) for t in (weight, bias, lora_a, lora_b)], main_grads
         ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
+        of_label = None
+        if need_token_weight:
+            of_label = row_weights(rows.labels, options.ignore_index, *targets, options.smoothing).divisor
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             hidden, weight, bias, lora_a, lora_b, *rows, *(selection or (None, None)), lse, entropy, mass,
-            losses if need_token_weight else None, _label_weights(rows.labels, targets, options) if need_token_weight else None,
-            logits, dhidden, dweight,
+            losses if need_token_weight else None, of_label, logits, dhidden, dweight,
             dbias if needs.need_bias and (ctx.made or ctx.promised) else None, dlora_a, dlora_b,
         )  # fmt: skip
         if not outputs:
@@ -184,13 +186,13 @@ def _parameters(ctx: Any, saved: _Saved) -> list[Any]:
 
 
 def _sums_of(
-    ctx: Any, saved: _Saved, found: Sequence[Tensor | None], requests: list[GradRequest], factor: Tensor | None = None
+    ctx: Any, saved: _Saved, gradients: Sequence[Tensor | None], requests: list[GradRequest], factor: Tensor | None = None
 ) -> list[VectorSums | None]:
     """What `vector_gradients` takes of the gradients of bias and LoRA's a and b."""
     parameters = _parameters(ctx, saved)[1:]
     return [
         None if t is None or request is GradRequest.SKIP else (t if factor is None else t * factor, parameter, main, request)
-        for t, parameter, main, request in zip(found, parameters, ctx.main_grads[1:], requests[2:], strict=True)
+        for t, parameter, main, request in zip(gradients, parameters, ctx.main_grads[1:], requests[2:], strict=True)
     ]
 
 
@@ -232,18 +234,14 @@ def _rows_of(
         labels, weights = selection.take(labels), None if weights is None else selection.take(weights)
         bits = bits if bits is None or bits.shape[0] == 1 else selection.take(bits)
     (probabilities, classes), ignore, smoothing = targets, options.ignore_index, options.smoothing
-    weights, of_mean = found = row_weights(labels, ignore, probabilities, classes, smoothing, weights)
-    scale = mean_scale(labels, ignore, options.reduction, wide_type(hidden), found.divisor, by_kernel)
+    weights, of_mean = both = row_weights(labels, ignore, probabilities, classes, smoothing, weights)
+    scale = mean_scale(labels, ignore, options.reduction, wide_type(hidden), both.divisor, by_kernel)
     place = None if group is None else vocab_range(weight.shape[0], group, weight.device)
     if place is not None and can_validate_labels(labels):
         validate_labels(labels, int(place[1]), ignore)
         check_class_weight("class_weight", classes, int(place[1]), hidden.device)
     classes = classes.contiguous() if classes is not None and has_masses(probabilities, classes, smoothing) else None
     return TokenRows(labels, weights, scale, place, bits, probabilities, classes), of_mean
-
-
-def _label_weights(labels: Tensor, targets: Targets, options: LossOptions) -> Tensor | None:
-    return row_weights(labels, options.ignore_index, *targets, options.smoothing).divisor
 
 
 Grads = tuple[Tensor | None, ...]  # of hidden, the weight, the bias, and LoRA's a and b
@@ -294,8 +292,8 @@ def _as_hidden(saved: _Saved, dhidden: Tensor) -> Tensor:
 def _put(
     put_weight: Callable[[], Tensor | None], others: list[VectorSums | None]
 ) -> list[Tensor | None]:
-    found, dweight = vector_gradients(others, put_weight)
-    return [dweight, *found]
+    gradients, dweight = vector_gradients(others, put_weight)
+    return [dweight, *gradients]
 
 
 _SCALED = "hidden_made", "weight_made"  # those that backward may multiply in place
@@ -417,7 +415,8 @@ class _HeadWork:
 
     def __init__(self, ctx: Any, saved: _Saved, incoming: RowGradients) -> None:
         kept = KeptNumbers(saved.logsumexp, saved.entropy)
-        self.records = [_without_graph(each) for each in (saved.tensors(), saved.token_rows(), kept, incoming)]
+        records: tuple[Any, ...] = saved.tensors(), saved.token_rows(), kept, incoming
+        self.records = [type(each)(*(None if t is None else t.detach() for t in each)) for each in records]
         named = [(name, t) for record in self.records for name, t in zip(record._fields, record, strict=True)]
         self.tensors = {name: t for name, t in named if t is not None and name not in ("weight", "bias")}
         self.written = [t for t in (saved.weight, saved.bias) if t is not None]
@@ -439,10 +438,6 @@ class _HeadWork:
         recompute_gradients(head, loss, plan.rows, plan.columns, into, True)
 
 
-def _without_graph(record: Any) -> Any:
-    return type(record)(*(None if t is None else t.detach() for t in record))
-
-
 def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, request: GradRequest) -> Tensor | None:
     """A mean divides by the weights, so there it is how much more a row's loss is than the mean. Of losses made of masses the
     label's class weight is in the loss already."""
@@ -455,8 +450,8 @@ def _token_weight_gradient(ctx: Any, saved: _Saved, dloss: Tensor | None, reques
         mean = torch.where(kept, losses * saved.token_weight, 0.0).sum() * saved.mean_scale
         each = torch.where(kept, each - (mean if of_label is None else mean * of_label), 0.0) * saved.mean_scale
     dtype, shape = ctx.token_weight
-    found = (each * (saved.rows(dloss) if dloss.dim() else dloss)).to(dtype)
-    return (found if (selection := saved.selection()) is None else selection.put(found, shape.numel())).view(shape)
+    gradient = (each * (saved.rows(dloss) if dloss.dim() else dloss)).to(dtype)
+    return (gradient if (selection := saved.selection()) is None else selection.put(gradient, shape.numel())).view(shape)
 
 
 apply = fast_apply(_LinearCrossEntropy)

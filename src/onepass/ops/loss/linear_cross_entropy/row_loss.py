@@ -89,8 +89,8 @@ class CrossEntropyRows:
             return head.tokens, head.columns
         nothing, low_rank = Needs(False, False, False), 0 if head.lora is None else head.lora.a.shape[0]
         inputs = _plan_inputs(head.tokens, head.hidden.shape[1], head.columns, options, nothing, None, None, low_rank)
-        found = make_plan(inputs, machine_speed(head.hidden.device, inputs.size))
-        return found.rows, found.columns
+        pieces = make_plan(inputs, machine_speed(head.hidden.device, inputs.size))
+        return pieces.rows, pieces.columns
 
     @staticmethod
     def empty(tensors: HeadTensors, rows: TokenRows, options: LossOptions) -> RowLosses:

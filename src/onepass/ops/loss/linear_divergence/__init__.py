@@ -17,20 +17,21 @@ Files    ops/loss/head has products, loops over chunks and autograd. formula.py 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onepass.distributed.collectives import group_of_several
-from onepass.kernels.language import triton_unsupported
+from onepass.kernels.language import kernels_unsupported
 from onepass.ops.loss.formula import reduce_losses
 from onepass.ops.loss.head.operands import HeadTensors
 from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.linear_divergence.formula import KINDS, DivergenceOptions, DivergenceTerms, row_divergences
 from onepass.ops.loss.linear_divergence.row_loss import apply, plan_call
 from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
-from onepass.ops.loss.reduction import check_labels, check_reduction, check_terms
+from onepass.ops.loss.reduction import check_labels, check_logits, check_reduction, check_terms
 from onepass.ops.loss.sharding import shard_linear_divergence
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_linear, check_number
@@ -39,31 +40,54 @@ from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 
 
+class LinearDivergenceCall(NamedTuple):
+    """The arguments of a call but its backend, in the order of the public signature."""
+
+    student: Tensor
+    student_weight: Tensor
+    teacher: Tensor
+    teacher_weight: Tensor
+    labels: Tensor | None = None
+    kind: str = "forward_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    softcap: float | None = None
+    teacher_softcap: float | None = None
+    reduction: str = "mean"
+    ignore_index: int = -100
+    student_bias: Tensor | None = None
+    student_lora: LoRA | None = None
+    teacher_bias: Tensor | None = None
+    tp_group: dist.ProcessGroup | None = None
+    logits_dtype: torch.dtype | None = None
+    chunk_bytes: int | None = None
+
+    def terms(self) -> DivergenceTerms:
+        last = float(self.softcap or 0.0), float(self.teacher_softcap or 0.0)
+        return DivergenceTerms(self.ignore_index, self.kind, float(self.beta), float(self.temperature), *last)
+
+    def lora(self) -> tuple[Tensor | None, Tensor | None]:
+        """LoRA's a and b."""
+        return (None, None) if self.student_lora is None else self.student_lora[:2]
+
+
 def linear_divergence_reference(
-    student: Tensor,
-    student_weight: Tensor,
-    teacher: Tensor,
-    teacher_weight: Tensor,
-    labels: Tensor | None = None,
-    *,
-    kind: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    student_bias: Tensor | None = None,
-    student_lora: LoRA | None = None,
-    teacher_bias: Tensor | None = None,
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Return the divergence by the formula, for every type. It makes both heads' logits."""
-    terms = DivergenceTerms(ignore_index, kind, beta, temperature, softcap or 0.0, teacher_softcap or 0.0)
-    labels = _all_kept(student, ignore_index) if labels is None else labels
-    logits = head_logits(student, student_weight, student_bias, student_lora)
-    teacher_logits = head_logits(teacher, teacher_weight, teacher_bias, None).detach()
-    rows = row_divergences(logits, teacher_logits, labels, terms)
-    return reduce_losses(rows, labels, ignore_index, None, reduction)
+    """Return one rank's divergence by the formula, for every type. It makes both heads' logits.
+
+    options: those of `linear_divergence`. What only says how to compute the divergence has no effect.
+    """
+    heads = student, student_weight, teacher, teacher_weight
+    return _formula(LinearDivergenceCall(*heads, labels, tp_group=None, **options))
+
+
+def _formula(call: LinearDivergenceCall) -> Tensor:
+    labels = _all_kept(call.student, call.ignore_index) if call.labels is None else call.labels
+    logits = head_logits(call.student, call.student_weight, call.student_bias, call.student_lora)
+    teacher_logits = head_logits(call.teacher, call.teacher_weight, call.teacher_bias, None).detach()
+    rows = row_divergences(logits, teacher_logits, labels, call.terms())
+    return reduce_losses(rows, labels, call.ignore_index, None, call.reduction)
 
 
 def _all_kept(student: Tensor, ignore_index: int) -> Tensor:
@@ -76,43 +100,37 @@ def _all_kept(student: Tensor, ignore_index: int) -> Tensor:
 
 def _unsupported(student: Tensor, teacher: Tensor) -> str | None:
     """Why the kernels can't take this call, or None."""
-    if under_functorch():
-        return "vmap, a functional derivative or forward-mode differentiation is in force"
     for name, x in (("student", student), ("teacher", teacher)):
-        reason = triton_unsupported(x)
+        reason = kernels_unsupported(name, x)
         if reason is None and product_type(x) is torch.float64:
-            reason = "the kernels compute in fp32, and x is fp64"
+            reason = f"the kernels compute in fp32, and {name} is fp64"
         if reason is not None:
-            return reason.replace("x is", f"{name} is")
+            return reason
     return None
 
 
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the memory that this is expected to take."""
-    options, _ = _checked(**vars(call))
-    lora = (None, None) if call.student_lora is None else call.student_lora[:2]
-    needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias, *lora)))
-    student = HeadTensors(call.student, call.student_weight, call.student_bias, *lora)
+    given = LinearDivergenceCall(**vars(call))
+    (options, _), (a, b) = _checked(given), given.lora()
+    needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias, a, b)))
+    student = HeadTensors(call.student, call.student_weight, call.student_bias, a, b)
     plan = plan_call(student, call.teacher_weight, options, needs)
-    return f"{plan}{'' if lora[0] is None else f'; LoRA of rank {lora[0].shape[0]}'}"
+    return f"{plan}{'' if a is None else f'; LoRA of rank {a.shape[0]}'}"
 
 
-def _checked(
-    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor | None, kind: str,
-    beta: float, temperature: float, softcap: float | None, teacher_softcap: float | None, reduction: str, ignore_index: int,
-    student_bias: Tensor | None, student_lora: LoRA | None, teacher_bias: Tensor | None, tp_group: dist.ProcessGroup | None,
-    logits_dtype: torch.dtype | None, chunk_bytes: int | None,
-) -> tuple[DivergenceOptions, dist.ProcessGroup | None]:  # fmt: skip
+def _checked(call: LinearDivergenceCall) -> tuple[DivergenceOptions, dist.ProcessGroup | None]:
     """Raise where an argument is wrong; return the options, and the group if there are others in it."""
-    group = group_of_several(tp_group, "tp_group")
+    student, student_weight, teacher, teacher_weight, labels = call[:5]
+    group = group_of_several(call.tp_group, "tp_group")
     for name, hidden, weight, bias in (
-        ("student", student, student_weight, student_bias), ("teacher", teacher, teacher_weight, teacher_bias)
+        ("student", student, student_weight, call.student_bias), ("teacher", teacher, teacher_weight, call.teacher_bias)
     ):  # fmt: skip
         check_floating(name, hidden)
         if hidden.dim() == 0:
             raise ValueError(f"{name} must have at least one dimension, but is a scalar")
         check_linear(hidden, hidden.shape[-1], weight, bias, name, f"{name}_")
-    check_lora("student_lora", student_lora, student, student_weight)
+    check_lora("student_lora", call.student_lora, student, student_weight)
     if teacher.shape[:-1] != student.shape[:-1]:
         raise ValueError(
             f"teacher must have student's tokens {tuple(student.shape[:-1])} before its last dimension, "
@@ -126,23 +144,17 @@ def _checked(
         )
     if student_weight.shape[0] == 0 and group is None:
         raise ValueError(f"student_weight must have at least one row, a token's, but has shape {tuple(student_weight.shape)}")
-    check_divergence(kind, beta, temperature, softcap, teacher_softcap)
-    check_reduction(reduction)
-    check_terms(ignore_index, 0.0, 0.0)
+    check_divergence(call.kind, call.beta, call.temperature, call.softcap, call.teacher_softcap)
+    check_reduction(call.reduction)
+    check_terms(call.ignore_index, 0.0, 0.0)
     if labels is not None:
-        check_labels(labels, student.shape[:-1], student.device, ignore_index, "student")
-    product = product_type(student)
-    if logits_dtype is not None and logits_dtype not in (product, torch.promote_types(product, torch.float32)):
-        raise ValueError(
-            f"logits_dtype must be {torch.promote_types(product, torch.float32)}, the operands' {product}, or None, "
-            f"but is {logits_dtype}"
-        )
-    if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 1):
-        raise ValueError(f"chunk_bytes must be a number of bytes of at least 1, or None, but is {chunk_bytes!r}")
+        check_labels(labels, student.shape[:-1], student.device, call.ignore_index, "student")
+    product, lora = product_type(student), call.student_lora
+    check_logits(product, call.logits_dtype, call.chunk_bytes)
     return DivergenceOptions(
-        ignore_index, kind, float(beta), float(temperature), float(softcap or 0.0), float(teacher_softcap or 0.0), reduction,
-        logits_dtype is not None and logits_dtype.itemsize >= 4, True, product, product_type(teacher),
-        "" if group is None else group.group_name, chunk_bytes, 1.0 if student_lora is None else float(student_lora.scale),
+        *call.terms(), call.reduction, call.logits_dtype is not None and call.logits_dtype.itemsize >= 4, True, product,
+        product_type(teacher), "" if group is None else group.group_name, call.chunk_bytes,
+        1.0 if lora is None else float(lora.scale),
     ), group  # fmt: skip
 
 
@@ -220,33 +232,28 @@ def linear_divergence(
     Returns:
         The divergence in fp32 (of a student in fp64 in fp64), a scalar or of the tokens' shape.
     """
-    given = {
-        "kind": kind, "beta": beta, "temperature": temperature, "softcap": softcap, "teacher_softcap": teacher_softcap,
-        "reduction": reduction, "ignore_index": ignore_index, "student_bias": student_bias, "student_lora": student_lora,
-        "teacher_bias": teacher_bias, "tp_group": tp_group, "logits_dtype": logits_dtype, "chunk_bytes": chunk_bytes,
-    }  # fmt: skip
-    heads = student, student_weight, teacher, teacher_weight
+    call = LinearDivergenceCall(
+        student, student_weight, teacher, teacher_weight, labels, kind, beta, temperature, softcap, teacher_softcap, reduction,
+        ignore_index, student_bias, student_lora, teacher_bias, tp_group, logits_dtype, chunk_bytes,
+    )  # fmt: skip
     if has_dtensor(student, student_weight):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "linear_divergence", student=student, student_weight=student_weight, teacher=teacher, teacher_weight=teacher_weight,
-            labels=labels, **given, backend=backend,
-        )  # fmt: skip
-    options, group = _checked(*heads, labels, **given)  # type: ignore[arg-type]
+        return run_on_shards("linear_divergence", **call._asdict(), backend=backend)  # type: ignore[no-any-return]
+    options, group = _checked(call)
     chosen = choose("linear_divergence", backend, _unsupported(student, teacher))
     if chosen not in NATIVE:
-        return run_other("linear_divergence", chosen, *heads, labels, **given)  # type: ignore[no-any-return]
+        return run_other("linear_divergence", chosen, **call._asdict())  # type: ignore[no-any-return]
     if chosen != "triton":
         options = options._replace(use_triton=False)
-    labels = _all_kept(student, ignore_index) if labels is None else labels
     if under_functorch():
         if group is not None:
             raise RuntimeError(
                 "linear_divergence with tp_group can't follow vmap, functional derivatives or forward-mode differentiation"
             )
-        return _by_formula(*heads, labels, student_bias, student_lora, teacher_bias, options)
+        return _by_formula(call, options)
+    labels = _all_kept(student, ignore_index) if labels is None else labels
     teacher, teacher_weight = teacher.detach(), teacher_weight.detach()
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    a, b = (None, None) if student_lora is None else student_lora[:2]
+    a, b = call.lora()
     if not needs_grad(student, student_weight, student_bias, a, b):  # a Function can't tell, and makes gradients in forward
         student, student_weight = student.detach(), student_weight.detach()
         student_bias, a, b = (None if t is None else t.detach() for t in (student_bias, a, b))
@@ -255,27 +262,23 @@ def linear_divergence(
     )
 
 
-def _by_formula(
-    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, labels: Tensor, student_bias: Tensor | None,
-    student_lora: LoRA | None, teacher_bias: Tensor | None, options: DivergenceOptions,
-) -> Tensor:  # fmt: skip
+def _by_formula(call: LinearDivergenceCall, options: DivergenceOptions) -> Tensor:
     """Run the plain formula for transforms, which have to see every step."""
-    logits = []
-    for operands, lora, product in (
-        ((student, student_weight, student_bias), student_lora, options.product),
-        ((teacher.detach(), teacher_weight.detach(), teacher_bias), None, options.teacher_product),
-    ):
+    operands: dict[str, Any] = {}
+    for head, product in (("student", options.product), ("teacher", options.teacher_product)):
         dtype = torch.promote_types(product, torch.float32) if options.wide else product
-        hidden, weight, bias = (None if t is None else cast(cast(t, product), dtype) for t in operands)
-        with torch.autocast(student.device.type, enabled=False):
-            logits.append(head_logits(hidden, weight, bias, cast_lora(lora, product, dtype)))  # type: ignore[arg-type]
-    rows = row_divergences(logits[0], logits[1].detach(), labels, options.terms)
-    return reduce_losses(rows, labels, options.ignore_index, None, options.reduction)
+        for name in (head, f"{head}_weight", f"{head}_bias"):
+            t = getattr(call, name)
+            operands[name] = None if t is None else cast(cast(t, product), dtype)
+        if head == "student":
+            operands["student_lora"] = cast_lora(call.student_lora, product, dtype)
+    with torch.autocast(call.student.device.type, enabled=False):
+        return _formula(call._replace(**operands))
 
 
 define_op(
     linear_divergence,
-    check=lambda call: _checked(**vars(call)),
+    check=lambda call: _checked(LinearDivergenceCall(**vars(call))),
     unsupported=lambda call: _unsupported(call.student, call.teacher),
     variant=_variant,
     sharding=shard_linear_divergence,

@@ -71,15 +71,15 @@ def row_divergences(student: Tensor, teacher: Tensor, labels: Tensor, terms: Div
     """Divergences of rows [..., V] of products, 0 in rows that are ignored. A column with a probability of 0 adds nothing."""
     s, t = _log_softmax(student, terms.student), _log_softmax(teacher, terms.teacher)
     if terms.kind == "forward_kl":
-        found = _divergence(t, s)
+        divergences = _divergence(t, s)
     elif terms.kind == "reverse_kl":
-        found = _divergence(s, t)
+        divergences = _divergence(s, t)
     else:
         some = torch.maximum(s, t) > -math.inf  # of two infinities logaddexp has no derivative
         parts = torch.where(some, t, 0.0) + math.log(terms.beta), torch.where(some, s, 0.0) + math.log1p(-terms.beta)
         mixture = torch.logaddexp(*parts)
-        found = terms.beta * _divergence(t, mixture) + (1 - terms.beta) * _divergence(s, mixture)
-    return torch.where(labels != terms.ignore_index, found, 0.0)
+        divergences = terms.beta * _divergence(t, mixture) + (1 - terms.beta) * _divergence(s, mixture)
+    return torch.where(labels != terms.ignore_index, divergences, 0.0)
 
 
 def _log_softmax(product: Tensor, terms: LossTerms) -> Tensor:
@@ -115,10 +115,10 @@ def merge_statistics(parts: Tensor, labels: Tensor, terms: DivergenceTerms, rows
     reverse = terms.kind == "reverse_kl"
     own, other = (student, teacher) if reverse else (teacher, student)
     cross = torch.where(own.worth == 0, 0.0, own.worth * (parts[:, 4] + (own.shift - other.shift) * own.totals)).sum(0)
-    found = cross / own.total + (other.total.log() - own.total.log())
+    divergences = cross / own.total + (other.total.log() - own.total.log())
     if reverse:
-        rows[4] = found
-    return torch.where(labels != terms.ignore_index, found, 0.0)
+        rows[4] = divergences
+    return torch.where(labels != terms.ignore_index, divergences, 0.0)
 
 
 class _Merged(NamedTuple):

@@ -40,8 +40,8 @@ class LogitRows(NamedTuple):
 
 def row_statistics(logits: LogitRows, terms: DivergenceTerms) -> Tensor:
     """[1, PLANES, rows] of these columns, for `merge_statistics`."""
-    found = [_statistics(some, terms) for _, some in logits.blocks()]
-    return torch.cat(found, -1) if found else logits.student.new_empty(1, PLANES, 0, dtype=_wide(logits.student))
+    parts = [_statistics(some, terms) for _, some in logits.blocks()]
+    return torch.cat(parts, -1) if parts else logits.student.new_empty(1, PLANES, 0, dtype=_wide(logits.student))
 
 
 def _statistics(logits: LogitRows, terms: DivergenceTerms) -> Tensor:
@@ -93,14 +93,14 @@ def _mixture(ls: Tensor, lt: Tensor, terms: DivergenceTerms) -> tuple[Tensor, Te
 
 def mixture_sums(logits: LogitRows, terms: DivergenceTerms, rows: Tensor) -> Tensor:
     """[2, rows]: these columns' part of KL(student || M) and of KL(teacher || M)."""
-    found = rows.new_zeros(2, rows.shape[1])
+    sums = rows.new_zeros(2, rows.shape[1])
     for part, some in logits.blocks():
         ls = _logarithms(some.student, terms.student, rows[:2, part])
         lt = _logarithms(some.teacher, terms.teacher, rows[2:4, part])
         s, t, above, teacher_above = _mixture(ls, lt, terms)
-        found[0, part] = torch.where(s == 0, 0.0, s * above).sum(-1)
-        found[1, part] = torch.where(t == 0, 0.0, t * teacher_above).sum(-1)
-    return found
+        sums[0, part] = torch.where(s == 0, 0.0, s * above).sum(-1)
+        sums[1, part] = torch.where(t == 0, 0.0, t * teacher_above).sum(-1)
+    return sums
 
 
 def row_gradients(logits: LogitRows, terms: DivergenceTerms, rows: Tensor, incoming: Tensor | None) -> None:
