@@ -65,7 +65,7 @@ def _forward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
     weights = _listed(nodes, 2)
     biases = _listed(nodes, 3) if norm == "layer_norm" else []
     stated = nodes[0].args[eps_place]
-    eps = stated if stated is not None else _default_eps(xs[0])
+    eps = stated if stated is not None else float(torch.finfo(value(xs[0]).dtype).eps)
     whole = _columns(sweep, xs, weights, biases)
     if whole is not None:
         packed = True
@@ -128,10 +128,6 @@ def _columns(sweep: _Sweep, xs: list[Node], *vectors: list[Node]) -> list[Node |
 
 def _widths(xs: Sequence[Node]) -> list[int]:
     return [int(shape(x)[-1]) for x in xs]
-
-
-def _default_eps(x: Node) -> float:
-    return float(torch.finfo(value(x).dtype).eps)
 
 
 def _listed(nodes: Sequence[Node], place: int) -> list[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -34,17 +34,23 @@ _APEX_MOST = 2**31 - 1  # its kernels count elements in 32 bits
 
 @dataclass(frozen=True)
 class NormCall:
-    """The arguments of a call of rms_norm or layer_norm."""
+    """A call of layer_norm, with its signature, or of rms_norm (`_rms_call`)."""
 
-    layer: bool
     x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    residual: Tensor | None
-    centered: bool
-    memory_efficient: bool
-    out: FP8Output
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+    _: KW_ONLY
+    residual: Tensor | None = None
+    zero_centered_gamma: bool = False
+    memory_efficient: bool = False
+    out: FP8Output = None
+    return_input: bool = False  # the op itself returns it, beside what a package returns
+    layer: bool = True
+
+
+def _rms_call(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **options: Any) -> NormCall:
+    return NormCall(x, weight, None, eps, layer=False, **options)
 
 
 @dataclass(frozen=True)
@@ -57,25 +63,6 @@ class NormPackage:
     install: str
     refuses: Callable[[NormCall], Reason]
     run: Callable[[NormCall], Any]
-
-
-# The op itself returns its input where a caller asks for that, beside what a package returns.
-
-
-def _rms_call(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
-    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False, out: FP8Output = None,
-    return_input: bool = False,
-) -> NormCall:  # fmt: skip
-    return NormCall(False, x, weight, None, float(eps), residual, zero_centered_gamma, memory_efficient, out)
-
-
-def _layer_call(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
-    *, residual: Tensor | None = None, zero_centered_gamma: bool = False, memory_efficient: bool = False, out: FP8Output = None,
-    return_input: bool = False,
-) -> NormCall:  # fmt: skip
-    return NormCall(True, x, weight, bias, float(eps), residual, zero_centered_gamma, memory_efficient, out)
 
 
 # ---- common to all packages ----
@@ -143,7 +130,7 @@ def _liger_refuses(call: NormCall) -> Reason:
 def _liger_layer_refuses(call: NormCall) -> Reason:
     if call.weight is None or call.bias is None:
         return "Liger's layer norm needs a weight and a bias"
-    if call.centered:
+    if call.zero_centered_gamma:
         return "Liger's layer norm has no zero_centered_gamma"
     return "Liger's layer norm takes no residual" if call.residual is not None else None
 
@@ -159,7 +146,7 @@ def _liger_rms_refuses(call: NormCall) -> Reason:
 
 
 def _liger(call: NormCall) -> Any:
-    offset, in_place = float(call.centered), False
+    offset, in_place = float(call.zero_centered_gamma), False
     if call.layer:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
@@ -179,7 +166,7 @@ def _liger(call: NormCall) -> Any:
 def _apex_refuses(call: NormCall) -> Reason:
     if call.residual is not None:
         return "Apex takes no residual"
-    if call.centered:
+    if call.zero_centered_gamma:
         return "Apex has no zero_centered_gamma"
     if call.layer and (call.weight is None) != (call.bias is None):
         return "Apex's layer norm needs weight and bias, or neither"
@@ -252,7 +239,7 @@ def _te() -> tuple[Any, Any]:
 
 def _transformer_engine(call: NormCall) -> Any:
     y: Tensor = _TENorm.apply(  # type: ignore[no-untyped-call]
-        call.x.reshape(-1, call.x.shape[-1]), call.weight, call.bias, call.eps, call.centered
+        call.x.reshape(-1, call.x.shape[-1]), call.weight, call.bias, call.eps, call.zero_centered_gamma
     )
     return y.view(call.x.shape)
 
@@ -273,5 +260,5 @@ PACKAGES = (
 def register() -> None:
     """Register the packages with rms_norm, layer_norm and `explain`. Called once, when onepass is imported."""
     for package in PACKAGES:
-        for op, make in ((rms_norm, _rms_call), (layer_norm, _layer_call)):
+        for op, make in ((rms_norm, _rms_call), (layer_norm, NormCall)):
             register_backend(op.__name__, package.name, partial(_run, package, make), partial(_unsupported, package, make))

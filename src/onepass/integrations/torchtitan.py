@@ -207,7 +207,7 @@ def _check_plain(name: str, precision: Precision, config: Any, **layers: Any) ->
 
 
 class InterleavedRoPE(ComplexRoPE):
-    """Turns neighbours, by a table of complex numbers."""
+    """Rotates neighbours, by a table of complex numbers."""
 
     Config = new_config("InterleavedRoPE", ComplexRoPE)
 
@@ -227,7 +227,7 @@ def complex_rope(config: Any) -> Any:
 
 
 class HalvesRoPE(CosSinRoPE):
-    """Turns the first half of a head with the second, by a table of cosines, twice, then sines, twice."""
+    """Rotates the first half of a head with the second, by a table of cosines, twice, then sines, twice."""
 
     Config = new_config("HalvesRoPE", CosSinRoPE)
 

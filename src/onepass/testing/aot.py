@@ -79,8 +79,8 @@ class Launch:
 @cache
 def _parameters(kernel: launch.Kernel) -> list[tuple[str, bool]]:
     """Return each parameter's name, and whether it is a constexpr."""
-    found = signature(kernel.jit.fn).parameters.values()
-    return [(parameter.name, "constexpr" in str(parameter.annotation)) for parameter in found]
+    parameters = signature(kernel.jit.fn).parameters.values()
+    return [(parameter.name, "constexpr" in str(parameter.annotation)) for parameter in parameters]
 
 
 def _specialisation(parameter: tuple[str, bool], value: Any) -> Any:
@@ -100,34 +100,30 @@ def package_modules() -> Iterator[Any]:
             yield importlib.import_module(module.name)
 
 
-def _sample_modules() -> list[Any]:
-    return [module for module in package_modules() if module.__name__.endswith(".samples")]
-
-
 def launches(only: str = "", arch: int = 90) -> list[Launch]:
     """Return every distinct kernel that the covering calls of all ops launch on this architecture, in a fixed order."""
-    found: dict[tuple[Any, ...], Launch] = {}
+    by_key: dict[tuple[Any, ...], Launch] = {}
     with _recording(arch) as recorded:
-        for samples in _sample_modules():
+        for samples in (module for module in package_modules() if module.__name__.endswith(".samples")):
             for call in samples.covering_calls():
                 if call.least_arch <= arch and only in f"{call.label} {short(call.dtype)}":
                     y = call.run()
                     y.backward(torch.empty_like(y))
                     for bound, args in recorded:
                         launched = Launch(bound.kernel, (*args, *bound.fixed), tuple(bound.options.items()), call)
-                        found.setdefault(launched.key, launched)
+                        by_key.setdefault(launched.key, launched)
                     recorded.clear()
-    return list(found.values())
+    return list(by_key.values())
 
 
 @contextmanager
 def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]]:
     """Record launches instead of running them: each kernel with its arguments, dtypes in place of tensors."""
-    found: list[tuple[launch.Bound, tuple[Any, ...]]] = []
+    recorded: list[tuple[launch.Bound, tuple[Any, ...]]] = []
     gpu = {"triton_unsupported": None, "processors": _PROCESSORS, "shared_memory": _SHARED.get(arch, _LEAST_SHARED)}
 
     def record(bound: launch.Bound, grid: launch.Grid, *args: Any) -> None:
-        found.append((bound, tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)))
+        recorded.append((bound, tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch.Bound, "__call__", record))
@@ -140,12 +136,12 @@ def _recording(arch: int) -> Iterator[list[tuple[launch.Bound, tuple[Any, ...]]]
                 if hasattr(value, "cache_clear"):
                     stack.callback(value.cache_clear)
                     value.cache_clear()
-        yield found
+        yield recorded
 
 
-def uncovered(found: Iterable[Launch]) -> list[str]:
+def uncovered(recorded: Iterable[Launch]) -> list[str]:
     """Return the kernels that no call launches."""
-    launched = {each.kernel for each in found}
+    launched = {each.kernel for each in recorded}
     kernels = {value for module in package_modules() for value in vars(module).values() if isinstance(value, launch.Kernel)}
     return sorted(f"kernel {kernel.jit.fn.__name__}" for kernel in kernels - launched)
 
@@ -258,10 +254,10 @@ def _usage(compiled: Any) -> tuple[int, int, int]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
-        found = re.search(r"REG:(\d+).*?STACK:(\d+)|STACK:(\d+).*?REG:(\d+)", usage)
-        if found is None:
+        match = re.search(r"REG:(\d+).*?STACK:(\d+)|STACK:(\d+).*?REG:(\d+)", usage)
+        if match is None:
             raise RuntimeError(f"cuobjdump says nothing of registers: {usage.strip()!r}")
-        registers, stack = int(found[1] or found[4]), int(found[2] or found[3])
+        registers, stack = int(match[1] or match[4]), int(match[2] or match[3])
         # A kernel that spills has a stack. Disassembly takes longer than compilation, so skip it for kernels without one.
         code = _tool("nvdisasm", file.name) if stack else ""
     # nvdisasm does not support every architecture. For others count the stack's bytes instead.
@@ -291,15 +287,15 @@ def _tasks(archs: Sequence[int], only: str, in_turn: bool, each_kernel: bool = F
 
     For each kernel: its first launch alone.
     """
-    found = []
+    tasks = []
     for place, arch in enumerate(archs):
         kernels = set()
         for index, launched in enumerate(_planned(only, arch)):
             chosen = not each_kernel and (not in_turn or index % len(archs) == place)
             if chosen or launched.kernel not in kernels:
-                found.append((index, arch))
+                tasks.append((index, arch))
             kernels.add(launched.kernel)
-    return found
+    return tasks
 
 
 def compile_all(archs: Sequence[int], only: str, jobs: int, in_turn: bool = False, each_kernel: bool = False) -> list[Compiled]:

@@ -26,7 +26,7 @@ from onepass.runtime.backend import register_backend
 from onepass.runtime.dispatch import NAMESPACE
 from onepass.runtime.op import OPS
 from onepass.testing.faults import MemorySteps
-from onepass.testing.fuzz import run_case
+from onepass.testing.fuzz import lay_out, run_case
 from onepass.testing.poison import saved_tensors, unchanged
 from onepass.testing.subject import Subject, as_tuple, weighted_sum
 from onepass.testing.wrong_arguments import names_wrong_arguments
@@ -87,28 +87,16 @@ def takes_strided_tensors(subject: Subject) -> None:
     tensors = subject.tensors()
     expected = subject.run(*tensors)
     grads = subject.gradients(tensors, expected)
-    for lay in (_rows_apart, _columns_apart):
-        strided = [lay(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
-        found = subject.run(*strided)
-        _close(found, expected, f"results of {lay.__name__}")
-        _close(subject.gradients(strided, found), grads, f"gradients of {lay.__name__}")
+    for layout in ("rows apart", "columns apart"):
+        strided = [lay_out(t.detach(), layout).requires_grad_(t.requires_grad) for t in tensors]
+        ys = subject.run(*strided)
+        _close(ys, expected, f"results of {layout}")
+        _close(subject.gradients(strided, ys), grads, f"gradients of {layout}")
     for i, t in enumerate(tensors):
         with torch.no_grad():
             plain = subject.run(*tensors)
             found = subject.run(*tensors[:i], _one_later(t), *tensors[i + 1 :])
         _close(found, plain, f"results with an unaligned {subject.names()[i]}")
-
-
-def _rows_apart(t: Tensor) -> Tensor:
-    wide = torch.full((*t.shape[:-1], t.shape[-1] + 3), 7, dtype=t.dtype, device=t.device)
-    wide[..., 1:-2] = t
-    return wide[..., 1:-2]
-
-
-def _columns_apart(t: Tensor) -> Tensor:
-    wide = torch.full((*t.shape, 2), 7, dtype=t.dtype, device=t.device)
-    wide[..., 0] = t
-    return wide[..., 0]
 
 
 def _one_later(t: Tensor) -> Tensor:

@@ -155,14 +155,14 @@ def op_step(subject: Subject) -> Step:
     def run() -> dict[str, Tensor]:
         ys = [y for y in subject.run(*tensors) if y.requires_grad]
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-        found = {f"y{i}": y.detach() for i, y in enumerate(ys)}
+        results = {f"y{i}": y.detach() for i, y in enumerate(ys)}
         for name, t in asking.items():
-            found[f"gradient of {name}"] = t.main_grad if name in PARAMETERS else t.grad  # type: ignore[attr-defined,assignment]
-        return found
+            results[f"gradient of {name}"] = t.main_grad if name in PARAMETERS else t.grad  # type: ignore[attr-defined,assignment]
+        return results
 
     def lasting() -> dict[str, Tensor]:
-        found = {name: t.detach() for name, t in zip(names, tensors, strict=True)}
-        return found | {f"{name}'s main_grad": t.main_grad for name, t in asking.items() if hasattr(t, "main_grad")}
+        lasting_tensors = {name: t.detach() for name, t in zip(names, tensors, strict=True)}
+        return lasting_tensors | {f"{name}'s main_grad": t.main_grad for name, t in asking.items() if hasattr(t, "main_grad")}
 
     def reset() -> None:
         for t in asking.values():
@@ -191,11 +191,11 @@ class AllocationCount:
 
 @contextlib.contextmanager
 def _counting(functions: tuple[tuple[Any, str], ...], fail_at: int) -> Iterator[AllocationCount]:
-    found = AllocationCount(fail_at)
+    allocations = AllocationCount(fail_at)
 
     def counted(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found.count()
+            allocations.count()
             return stock(*args, **kwargs)
 
         return call
@@ -203,24 +203,22 @@ def _counting(functions: tuple[tuple[Any, str], ...], fail_at: int) -> Iterator[
     with contextlib.ExitStack() as stack:
         for owner, name in functions:
             stack.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
-        yield found
+        yield allocations
 
 
-@contextlib.contextmanager
-def count_python_allocations(fail_at: int = -1) -> Iterator[AllocationCount]:
+def count_python_allocations(fail_at: int = -1) -> contextlib.AbstractContextManager[AllocationCount]:
     """Count the calls of functions that allocate, from Python. The one numbered `fail_at` raises."""
-    with _counting(_ALLOCATIONS, fail_at) as found:
-        yield found
+    return _counting(_ALLOCATIONS, fail_at)
 
 
 class _CountOperators(TorchDispatchMode):
-    def __init__(self, found: AllocationCount) -> None:
+    def __init__(self, allocations: AllocationCount) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = found
+        self.allocations = allocations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(returned.alias_info is None for returned in func._schema.returns):
-            self.found.count()
+            self.allocations.count()
         return func(*args, **(kwargs or {}))
 
 
@@ -230,16 +228,14 @@ def count_operator_allocations(fail_at: int = -1) -> Iterator[AllocationCount]:
 
     Ops go through the dispatcher here, and allocations inside our registered ops are not seen.
     """
-    found = AllocationCount(fail_at)
-    with _CountOperators(found):
-        yield found
+    allocations = AllocationCount(fail_at)
+    with _CountOperators(allocations):
+        yield allocations
 
 
-@contextlib.contextmanager
-def count_products(fail_at: int = -1) -> Iterator[AllocationCount]:
+def count_products(fail_at: int = -1) -> contextlib.AbstractContextManager[AllocationCount]:
     """Count matrix products that Python code calls, which allocate inside. The one numbered `fail_at` raises."""
-    with _counting(PRODUCTS, fail_at) as found:
-        yield found
+    return _counting(PRODUCTS, fail_at)
 
 
 COUNTERS = (count_python_allocations, count_products, count_operator_allocations)
@@ -290,23 +286,23 @@ class MemorySteps(TorchFunctionMode):
         if call == self.fail_at:
             raise torch.OutOfMemoryError("no memory, in a test")
         given = _storages((args, kwargs))
-        found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _MULTIPLY or _storages(found) - given:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _MULTIPLY or _storages(result) - given:
             self.steps.append(call)
-        return found
+        return result
 
 
 def _storages(values: Any) -> set[int]:
-    found, left = set[int](), [values]
+    storages, left = set[int](), [values]
     while left:  # PyTorch's `tree_leaves` takes longer than the call that is watched
         value = left.pop()
         if isinstance(value, Tensor):
-            found.add(value.untyped_storage()._cdata)
+            storages.add(value.untyped_storage()._cdata)
         elif isinstance(value, (list, tuple)):
             left.extend(value)
         elif isinstance(value, dict):
             left.extend(value.values())
-    return found
+    return storages
 
 
 # ---- hooks that raise ----

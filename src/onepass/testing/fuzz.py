@@ -179,7 +179,8 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
                 drawn.asking.add(name)
                 if tensor.parameter and draw.flag(0.2):
                     like = torch.randn(tensor.shape, generator=_generator(device, seed, 100 + i), device=device)
-                    drawn.main_grads[name] = like.to(draw.choose((torch.float32, _main_grad_type(tensor.dtype))))
+                    own = torch.float32 if tensor.dtype is torch.float64 else tensor.dtype
+                    drawn.main_grads[name] = like.to(draw.choose((torch.float32, own)))
                     words.append("main_grad")
             else:
                 words.append("frozen")
@@ -189,10 +190,6 @@ def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Seq
         drawn.defers = True
         drawn.words.append("deferred")
     return drawn
-
-
-def _main_grad_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype is torch.float64 else dtype
 
 
 def _generator(device: torch.device, seed: int, of: int) -> torch.Generator:

@@ -10,7 +10,7 @@ from onepass.fusion.graph import Emitter, NoRule, is_pointwise, is_view, value
 from onepass.fusion.lanes import Flat, Packed, Result
 from onepass.fusion.rules import dimensions, norms, products  # noqa: F401  the import registers their rules
 from onepass.fusion.rules.call import RULES, LaneCall, Rule
-from onepass.fusion.rules.packed import PACKED, no_packed_rule
+from onepass.fusion.rules.dimensions import PACKED, no_packed_rule
 from onepass.fusion.rules.pointwise import flat_pointwise, packed_pointwise, pointwise
 
 __all__ = ["apply", "has_rule", "is_multiple", "rule_of"]

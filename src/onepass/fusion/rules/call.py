@@ -67,13 +67,6 @@ def keepdim(call: LaneCall) -> bool:
     return len(call.args) > 2 and bool(call.args[2])
 
 
-def product(sizes: list[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
 def stacked(operand: Any) -> Stacked:
     if not isinstance(operand, Stacked):
         raise NoRule("its first operand is the same for all lanes")

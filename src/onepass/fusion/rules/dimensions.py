@@ -1,12 +1,13 @@
-"""Rules for operators along dimensions: reductions, softmax, cumsum and cat. Rules for views."""
+"""Rules for operators along dimensions: reductions, softmax, cumsum and cat; for views; and for packed lanes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from onepass.fusion.graph import NoRule, aten, shape, size_key, value
-from onepass.fusion.lanes import Result, Stacked
-from onepass.fusion.rules.call import LaneCall, beside, keepdim, product, rule, several, stacked, stacked_at
+from onepass.fusion.lanes import Packed, Result, Stacked
+from onepass.fusion.rules.call import LaneCall, Rule, beside, keepdim, rule, several, stacked, stacked_at
 
 
 @rule(
@@ -31,7 +32,7 @@ def _reduction(call: LaneCall) -> list[Result]:
     if dims is None and call.target in (aten.argmax.default, aten.argmin.default):
         if keepdim(call):
             raise NoRule("the place in a whole tensor, its dimensions kept")
-        flat = call.emit.view(x.moved(call.emit, 0).node, [call.lanes, product(shape(call.node.all_input_nodes[0]))])
+        flat = call.emit.view(x.moved(call.emit, 0).node, [call.lanes, math.prod(shape(call.node.all_input_nodes[0]))])
         return [Stacked(call.emit(call.target, flat, 1), 0)]
     single = isinstance(dims, int)
     dims = [dims] if isinstance(dims, int) else list(dims or range(x.rank))
@@ -97,7 +98,7 @@ def _same_product(first: list[Any], second: list[Any]) -> bool:
         return True
     if not all(isinstance(s, int) for s in [*left, *right]):
         return False
-    return product(first) == product(second)
+    return bool(math.prod(first) == math.prod(second))
 
 
 @rule(aten.permute.default, aten.transpose.int, aten.t.default)
@@ -149,3 +150,38 @@ def _slice(call: LaneCall) -> list[Result]:
     dim = beside(lane_dim, x.dim)
     gone = call.target is aten.select.int and dim < x.dim
     return [Stacked(call.emit(call.target, x.node, dim, *call.args[2:]), x.dim - gone)]
+
+
+# ---- packed lanes, which differ in width: along the other dimensions ----
+
+
+def _packed_reduction(call: LaneCall) -> list[Result]:
+    x = call.args[0]
+    dims = call.args[1] if len(call.args) > 1 else None
+    listed = [dims] if isinstance(dims, int) else list(dims or range(x.rank))
+    listed = [dim % x.rank for dim in listed]
+    if x.dim in listed:
+        raise NoRule("a reduction over the dimension in which the lanes differ")
+    result = call.emit(call.target, x.node, *call.args[1:], **call.kwargs)
+    dim = x.dim if keepdim(call) else x.dim - sum(d < x.dim for d in listed)
+    return [Packed(result, dim, x.widths)]
+
+
+def _packed_permute(call: LaneCall) -> list[Result]:
+    x = call.args[0]
+    order = [1, 0] if call.target is aten.t.default else [dim % x.rank for dim in call.args[1]]
+    return [Packed(call.emit(aten.permute.default, x.node, order), order.index(x.dim), x.widths)]
+
+
+def no_packed_rule(call: LaneCall) -> list[Result]:
+    raise NoRule(f"no rule for {call.target} of lanes that differ in width")
+
+
+PACKED: dict[object, Rule] = {
+    aten.sum.dim_IntList: _packed_reduction,
+    aten.mean.dim: _packed_reduction,
+    aten.amax.default: _packed_reduction,
+    aten.amin.default: _packed_reduction,
+    aten.permute.default: _packed_permute,
+    aten.t.default: _packed_permute,
+}

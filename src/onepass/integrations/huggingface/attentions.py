@@ -247,7 +247,7 @@ def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
     if getattr(getattr(module, "config", None), "num_attention_heads", None) is None:
         return None
     rotation = find_rotation(type(module).forward) if rotates else None
-    if len(linears) < 2:  # LoRA's layers, or quantised ones, whose results are turned all the same
+    if len(linears) < 2:  # LoRA's layers, or quantised ones, whose results are rotated all the same
         if rotation is None:
             return None
         return AttentionMatch(module, None, "", _original(module, rotation, None), rotation, None, None)

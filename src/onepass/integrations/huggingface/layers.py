@@ -103,19 +103,19 @@ class LayerMatch:
             made = attention(*inputs[0], **inputs[1], **handed_on)[0]
         return self._then(self.shape.after_attention, made), h
 
-    def _mlp(self, h: Tensor, late: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the MLP's output for the sum of h and `late`, and the sum."""
+    def _mlp(self, h: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the MLP's output for the sum of h and `residual`, and the sum."""
         mlp = self._child(self.shape.mlp)
         ours = self._normed_by(self.before_mlp, self.shape.before_mlp)
         if ours and self.mlp is not None and mlp is self.mlp.module and self.mlp.ready():
-            folded = FoldedNorm(self.before_mlp, late)
+            folded = FoldedNorm(self.before_mlp, residual)
             made, total = mlp(h, onepass_folded=folded), folded.h
             assert total is not None
-        elif ours and late is not None:
-            normed, total = self.before_mlp(h, late)
+        elif ours and residual is not None:
+            normed, total = self.before_mlp(h, residual)
             made = mlp(normed)
         else:
-            total = h if late is None else h + late
+            total = h if residual is None else h + residual
             made = mlp(self._child(self.shape.before_mlp)(total))
         return self._then(self.shape.after_mlp, made), total
 

@@ -24,13 +24,13 @@ LINEARS_CHANGED = "its linear layers are hooked, wrapped or others, or have othe
 
 
 class FoldedNorm:
-    """A norm that is fused into the product after it. It normalises the sum of its input and `late`; h gets the sum.
+    """A norm that is fused into the product after it. It normalises the sum of its input and `residual`; h gets the sum.
 
     This is no dataclass, because FSDP's hooks would pass on a copy.
     """
 
-    def __init__(self, norm: NormMatch, late: Tensor | None = None) -> None:
-        self.norm, self.late = norm, late
+    def __init__(self, norm: NormMatch, residual: Tensor | None = None) -> None:
+        self.norm, self.residual = norm, residual
         self.h: Tensor | None = None
 
 
@@ -161,8 +161,8 @@ class LinearsMatch:
         return not are_packed(self.weights())
 
     def _one_by_one(self, x: Tensor, folded: FoldedNorm | None, biased: bool) -> Tensor:
-        if folded is not None and folded.late is not None:
-            x, folded.h = folded.norm(x, folded.late)
+        if folded is not None and folded.residual is not None:
+            x, folded.h = folded.norm(x, folded.residual)
         elif folded is not None:
             x, folded.h = folded.norm(x), x
         return torch.cat([linear_of(module, x, biased=biased) for module in self.linears], -1)
@@ -189,14 +189,14 @@ class LinearsMatch:
         precision = self.precision()
         if torch.compiler.is_compiling():
             several = self.weights(), self._biases() if biased and self.biased else [], precision
-            if use_compiled_projections(x, None if folded is None else folded.late, *several):
+            if use_compiled_projections(x, None if folded is None else folded.residual, *several):
                 return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
         if folded is None:
             return linear(x, self.weight(), bias, precision=precision)
         norm = folded.norm
         options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
-        options |= {"residual": folded.late, "return_input": True, "precision": precision}
+        options |= {"residual": folded.residual, "return_input": True, "precision": precision}
         y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, **options)
         return y  # type: ignore[no-any-return]
 
@@ -207,7 +207,7 @@ def _of_several(
     if folded is None:
         return projections(x, weights, biases, precision)
     norm = folded.norm
-    y, folded.h = norm_projections(x, folded.late, norm.weight, norm.bias, norm.kernel_options, weights, biases, precision)
+    y, folded.h = norm_projections(x, folded.residual, norm.weight, norm.bias, norm.kernel_options, weights, biases, precision)
     return y
 
 

@@ -113,10 +113,10 @@ class MLPMatch:
             return None
         precision = self.down.precision()
         layers = self.up.weights(), self.down.weight(), self.activation, precision
-        if precision != self.up.precision() or not use_gated_mlp(x, folded.late, *layers):
+        if precision != self.up.precision() or not use_gated_mlp(x, folded.residual, *layers):
             return None
         norm = folded.norm
-        y, folded.h = gated_mlp(x, folded.late, norm.weight, norm.bias, norm.kernel_options, *layers)
+        y, folded.h = gated_mlp(x, folded.residual, norm.weight, norm.bias, norm.kernel_options, *layers)
         return y
 
 
@@ -202,13 +202,9 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
         if isinstance(match, MLPMatch | ActivationMatch):
             patches.set_forward(module, _forward, match)
             rows.append(AppliedRow(name, type(module).__name__, "mlp", by=match.made_by, match=match))
-        elif match is not None or _looks_like_an_mlp(module):
+        elif match is not None or type(module).__name__.lower().endswith(("mlp", "feedforward")):
             rows.append(AppliedRow(name, type(module).__name__, "mlp", why=match or _why(module)))
     return made, rows
-
-
-def _looks_like_an_mlp(module: nn.Module) -> bool:
-    return type(module).__name__.lower().endswith(("mlp", "feedforward"))
 
 
 def _why(module: nn.Module) -> str:

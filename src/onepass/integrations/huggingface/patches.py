@@ -66,7 +66,8 @@ class Patch:
 
     def is_wrapped(self) -> bool:
         """Whether what other code has set since may stay, because all it does with this value is to call it."""
-        return self.inert and "_hf_hook" not in vars(self.owner) and _reaches(self.foreign(), self.now)
+        ours = any(each == self.now for each in wrapped_by(self.foreign()))
+        return self.inert and "_hf_hook" not in vars(self.owner) and ours
 
     def in_autocast(self) -> bool:
         """Whether accelerate runs this forward under autocast, as for `Trainer(bf16=True)`."""
@@ -101,11 +102,6 @@ def _origin_of(value: Any) -> str:
     if not isinstance(value, FunctionType):
         return f"a {type(value).__module__}.{type(value).__qualname__}"
     return f"{value.__globals__.get('__name__')}.{getattr(value.__code__, 'co_qualname', value.__code__.co_name)}"
-
-
-def _reaches(value: Any, target: Any, depth: int = 8) -> bool:
-    """Whether this function is `target`, or a wrapper around it."""
-    return any(each == target for each in wrapped_by(value, depth))
 
 
 def wrapped_by(value: Any, depth: int = 8) -> Iterator[Any]:

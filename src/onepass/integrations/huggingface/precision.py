@@ -70,7 +70,7 @@ def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches
         elif "router" in name:
             why = "a router keeps its type"
         else:
-            shape = shapes.get(module) or _own_shape(module)
+            shape = shapes.get(module) or tuple(getattr(module._parameters.get("weight"), "shape", ()))
             why = "it has a forward of its own already" if not Patches.own(module) else _unfit(module, shape)
             if why is None:
                 _check(name, module.weight)
@@ -174,7 +174,3 @@ def _unfit_experts(match: object) -> str | None:
 def _shape_of(match: LinearsMatch) -> tuple[int, int]:
     """Return the sizes of the weight of all layers in one."""
     return sum(match.sizes), sizes_of(match.linears[0])[0]
-
-
-def _own_shape(module: nn.Module) -> tuple[int, ...]:
-    return tuple(getattr(module._parameters.get("weight"), "shape", ()))

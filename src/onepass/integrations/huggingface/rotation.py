@@ -29,8 +29,11 @@ class Rotation:
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Convert tables [B, S, R] to [S, R/2], or to [B, S, R/2] if each sequence has its own positions."""
-        cos, sin = (x[..., ::2] if self.interleaved else x[..., : x.shape[-1] // 2] for x in (cos, sin))
+        cos, sin = self.half(cos), self.half(sin)
         return (cos[0], sin[0]) if cos.shape[0] == 1 else (cos, sin)
+
+    def half(self, table: Tensor) -> Tensor:
+        return table[..., ::2] if self.interleaved else table[..., : table.shape[-1] // 2]
 
     def doubled(self, half: Tensor) -> Tensor:
         return half.repeat_interleave(2, -1) if self.interleaved else torch.cat([half, half], -1)
@@ -130,11 +133,7 @@ def _doubles(maker: nn.Module, how: Rotation) -> bool:
         tables = [maker(x, positions, *more) for more in _more_arguments(maker)]
     except Exception:
         return False
-    return all(table.dim() == 3 and table.equal(how.doubled(_half(table, how))) for pair in tables for table in pair)
-
-
-def _half(table: Tensor, how: Rotation) -> Tensor:
-    return table[..., ::2] if how.interleaved else table[..., : table.shape[-1] // 2]
+    return all(table.dim() == 3 and table.equal(how.doubled(how.half(table))) for pair in tables for table in pair)
 
 
 def _more_arguments(maker: nn.Module) -> Iterable[tuple[Any, ...]]:
