@@ -189,14 +189,6 @@ def test_everything_dropped(save, backend):
     assert not y.any() and not any(grad.any() for grad in grads)
 
 
-@backends
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
-def test_nothing_in_nothing_out(shape, backend):
-    x, bias = torch.randn(shape, device=DEVICE, requires_grad=True), torch.randn(shape[-1], device=DEVICE, requires_grad=True)
-    y, dx, dbias = gradients(op(backend=backend), (x, bias))
-    assert y.shape == (shape[0], shape[1] // 2) and dx.shape == shape and not dbias.any()
-
-
 # ---- what people wrap around it ----
 
 

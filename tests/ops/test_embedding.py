@@ -219,7 +219,6 @@ def test_explain():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda w: onepass.embedding(drawn(3), w[0]), ValueError, "weight must have shape (rows, features), but has (6,)"),
         (lambda w: onepass.embedding(drawn(3), w, padding_idx=40), ValueError, "padding_idx must be from -40 to 39, but is 40"),
         (lambda w: onepass.embedding(drawn(3), w, padding_idx=-41), ValueError, "padding_idx must be from -40 to 39, but is -41"),
         (lambda w: onepass.embedding(drawn(3), w, padding_idx=1.0), TypeError, "padding_idx must be a whole number, but is 1.0"),

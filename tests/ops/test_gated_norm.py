@@ -79,19 +79,6 @@ def test_the_torch_backend_is_within_the_budget(case):
     assert report, f"{case}\n{report}"
 
 
-@backends
-def test_nan_and_infinities_stay_in_their_rows(backend):
-    for name, value in (("x", math.nan), ("x", math.inf), ("z", math.nan), ("z", math.inf), ("z", -math.inf)):
-        x, z, weight = tensors(6)
-        with torch.no_grad():
-            (x if name == "x" else z)[2, 3] = value
-        for norm_first in (True, False):
-            y, dx, dz, _ = gradients(op(backend, norm_before_gate=norm_first), [x, z, weight])
-            expected = gradients(op("torch", norm_before_gate=norm_first), [x, z, weight])
-            for t, e in zip((y, dx, dz), expected, strict=False):
-                assert t[torch.arange(6) != 2].isfinite().all() and torch.equal(t.isnan(), e.isnan())
-
-
 # ---- where tensors lie ----
 
 
@@ -218,12 +205,7 @@ _X = torch.ones(2, 6)
 @pytest.mark.parametrize(
     ("raised", "words", "x", "z", "options"),
     [
-        (TypeError, ("x", "floating-point", "torch.int64"), _X.long(), _X, {}),
-        (ValueError, ("x", "last dimension", "()"), torch.tensor(1.0), torch.tensor(1.0), {}),
-        (TypeError, ("z must be a floating-point", "NoneType"), _X, None, {}),
-        (TypeError, ("z", "torch.int64"), _X, _X.long(), {}),
         (ValueError, ("z", "x's shape (2, 6)", "(2, 5)"), _X, _X[:, :5], {}),
-        (ValueError, ("z", "cpu", "meta"), _X, _X.to("meta"), {}),
         (ValueError, ("weight", "(6,)", "(3,)"), _X, _X, {"weight": torch.ones(3), "group_size": 3}),
         (ValueError, ("zero_centered_gamma", "no weight"), _X, _X, {"zero_centered_gamma": True}),
         (ValueError, ("eps", "above 0", "0.0"), _X, _X, {"eps": 0.0}),
@@ -231,7 +213,6 @@ _X = torch.ones(2, 6)
         (ValueError, ("group_size", "divide", "6", "4"), _X, _X, {"group_size": 4}),
         (ValueError, ("group_size", "divide", "0"), _X, _X, {"group_size": 0}),
         (ValueError, ("group_size", "divide", "2.0"), _X, _X, {"group_size": 2.0}),
-        (ValueError, ("backend", "auto", "nonsense"), _X, _X, {"backend": "nonsense"}),
     ],
 )
 def test_what_is_wrong_is_said(raised, words, x, z, options):

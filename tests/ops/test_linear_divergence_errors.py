@@ -15,9 +15,6 @@ BF16 = torch.bfloat16
 
 GIVEN = {"student": x, "student_weight": w, "teacher": t, "teacher_weight": v}
 BAD = {  # what is given instead, the error, what is said: the argument, what it was, what it must be
-    "integer student": ({"student": x.int()}, TypeError, ("student must be", "torch.int32")),
-    "teacher no tensor": ({"teacher": [1.0]}, TypeError, ("teacher must be", "tensor", "list")),
-    "student a scalar": ({"student": torch.tensor(1.0)}, ValueError, ("student must", "one dimension", "scalar")),
     "student_weight of another size": (
         {"student_weight": w[:, :3]}, ValueError,
         ("student_weight must have shape", "4", "(6, 3)"),
@@ -38,15 +35,6 @@ BAD = {  # what is given instead, the error, what is said: the argument, what it
         {"student_lora": onepass.LoRA(w[:2], w[:5, :2])}, ValueError,
         ("student_lora.b must have shape (6, 2)", "(5, 2)"),
     ),
-    "teacher_weight nothing": ({"teacher_weight": None}, TypeError, ("teacher_weight must be", "NoneType")),
-    "teacher_weight elsewhere": (
-        {"teacher_weight": v.to("meta")}, ValueError,
-        ("teacher_weight must be on cpu", "teacher", "meta"),
-    ),
-    "teacher elsewhere": (
-        {"teacher": t.to("meta"), "teacher_weight": v.to("meta")}, ValueError,
-        ("teacher must be on cpu", "student", "meta"),
-    ),
     "another vocabulary": (
         {"teacher_weight": v[:5]}, ValueError,
         ("teacher_weight must have as many rows as student_weight, 6", "5"),
@@ -58,7 +46,6 @@ BAD = {  # what is given instead, the error, what is said: the argument, what it
     "other tokens": ({"teacher": t[:2]}, ValueError, ("teacher must have student's tokens (3,)", "(2, 5)")),
     "labels of floats": ({"labels": y.float()}, TypeError, ("labels must be", "int32 or int64", "torch.float32")),
     "short labels": ({"labels": y[:2]}, ValueError, ("labels must have shape (3,)", "student", "(2,)")),
-    "labels elsewhere": ({"labels": y.to("meta")}, ValueError, ("labels must be on cpu", "student", "meta")),
     "kind": ({"kind": "kl"}, ValueError, ("kind must be one of forward_kl, reverse_kl, jsd", "'kl'")),
     "no kind": ({"kind": None}, ValueError, ("kind must be one of forward_kl, reverse_kl, jsd", "None")),
     "beta of TRL's forward_kl": ({"kind": "jsd", "beta": 0.0}, ValueError, ("beta must be above 0", "0.0", "'forward_kl'")),
@@ -74,13 +61,10 @@ BAD = {  # what is given instead, the error, what is said: the argument, what it
     "reduction": ({"reduction": "batchmean"}, ValueError, ("reduction must be one of none, mean, sum", "'batchmean'")),
     "ignore_index half": ({"ignore_index": 0.5}, TypeError, ("ignore_index must be an integer", "0.5", "float")),
     "ignore_index huge": ({"ignore_index": 1 << 63}, ValueError, ("ignore_index must be", "int64", str(1 << 63))),
-    "short student_bias": ({"student_bias": w[:5, 0]}, ValueError, ("student_bias must have shape (6,)", "(5,)")),
-    "teacher_bias a number": ({"teacher_bias": 1.0}, TypeError, ("teacher_bias must be", "None", "float")),
     "teacher_bias's type": ({"teacher_bias": w[:, 0].to(BF16)}, TypeError, ("teacher_bias must have teacher's type",)),
     "group a word": ({"tp_group": "tp"}, TypeError, ("tp_group must be None or", "ProcessGroup", "'tp'")),
     "logits_dtype": ({"logits_dtype": BF16}, ValueError, ("logits_dtype must be", "float32", "bfloat16")),
     "chunk_bytes 0": ({"chunk_bytes": 0}, ValueError, ("chunk_bytes must be", "at least 1", "0")),
-    "backend": ({"backend": "cuda"}, ValueError, ("backend", "'cuda'")),
 }
 
 

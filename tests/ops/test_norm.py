@@ -267,17 +267,17 @@ def test_memory_efficient_gives_the_same(layer, path, gamma):
 
 @backends
 @kinds
-@memory_efficient_or_not
-def test_compiling_gives_the_same(layer, memory_efficient, backend):
+def test_compiling_gives_the_same(layer, backend):
+    """Without statistics and without vectors. The contract has the rest."""
     inputs = tensors(dtype=BF16, layer=layer)
-    call = op(layer, backend=backend, memory_efficient=memory_efficient)
+    call = op(layer, backend=backend, memory_efficient=True)
 
     def block(x, weight, bias, residual):
         return tuple(t * 2 for t in outputs(call(x, weight, bias, residual)))
 
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for some in (inputs, [*inputs[:3], None], [inputs[0], None, None, None]):
+    for some in (inputs, [inputs[0], None, None, None]):
         assert equal(gradients(block, some), gradients(compiled, some))
 
 
@@ -309,16 +309,6 @@ def test_under_autocast(layer, backend):
         y = op(layer, backend=backend)(hidden, inputs[1], inputs[2])
     assert hidden.dtype == y.dtype == BF16
     y.sum().backward()
-
-
-@backends
-@kinds
-def test_per_head_norms_without_a_copy(layer, backend):
-    qkv = torch.randn(3, 2, 4, 3, 64, device=DEVICE, dtype=BF16)
-    weight = torch.randn(64, device=DEVICE, dtype=BF16)
-    for i in range(3):
-        heads = qkv[..., i, :]
-        assert torch.equal(op(layer, backend=backend)(heads, weight), op(layer, backend=backend)(heads.clone(), weight))
 
 
 @backends

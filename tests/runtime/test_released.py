@@ -78,7 +78,7 @@ WAYS = [product, vector, rows, kernel, columns, some_rows, look]
 STEP = st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(WAYS)), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=4))
 def test_as_a_buffer_that_is_always_there(steps):
     with poisoned():

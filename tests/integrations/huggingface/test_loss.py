@@ -109,18 +109,6 @@ def test_loss_and_gradients_of_each_family(family):
         torch.testing.assert_close(got.aux_loss, wanted.aux_loss)
 
 
-def test_bf16():
-    model, before, _ = replaced(dtype=torch.bfloat16)
-    assert model.lm_head.weight.dtype == torch.bfloat16
-    agree(model, before, tolerance={"rtol": 3e-2, "atol": 2e-3})
-
-
-def test_autocast():
-    model, before, _ = replaced()
-    with torch.autocast("cpu", torch.bfloat16):
-        agree(model, before, tolerance={"rtol": 3e-2, "atol": 2e-3})
-
-
 def test_by_kernels():
     """In Triton's interpreter where there is no GPU."""
     model, before, _ = replaced("Gemma2")
@@ -192,31 +180,6 @@ def test_bias_of_the_head():
     agree(model, before)
 
 
-def test_tied_embeddings():
-    model, before, _ = replaced(tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    agree(model, before)
-
-
-def test_main_grad():
-    model, before, _ = replaced()
-    model.lm_head.weight.main_grad = torch.ones(VOCABULARY, 64)
-    given = batch()
-    _, grads = step(model, **given)
-    _, expected = step(before, **given)
-    assert "lm_head.weight" not in grads
-    torch.testing.assert_close(model.lm_head.weight.main_grad, expected["lm_head.weight"] + 1)
-
-
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_gradient_checkpointing(reentrant):
-    model, before, _ = replaced()
-    for each in (model, before):
-        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        each.enable_input_require_grads()
-    agree(model, before)
-
-
 def test_two_steps_are_a_step_each():
     model, before, _ = replaced()
     for _ in range(2):
@@ -260,14 +223,6 @@ def test_an_option_that_we_do_not_know_goes_the_models_way():
     model, before, _ = replaced()
     agree(model, before, fused=False, **batch(), label_smoothing=0.1)
     agree(model, before, fused=True, **batch(), output_hidden_states=True)
-
-
-def test_generation():
-    model, before, _ = replaced()
-    ids = batch()["input_ids"]
-    for each in (model, before):
-        each.eval()
-    assert torch.equal(model.generate(ids, max_new_tokens=5), before.generate(ids, max_new_tokens=5))
 
 
 def test_a_loss_function_set_later():
@@ -328,26 +283,6 @@ def test_undo(family):
     assert model(**batch()).logits.shape == (2, 12, VOCABULARY)
 
 
-def test_a_deep_copy_uses_its_own_weights():
-    model, _, _ = replaced()
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.mul_(1.5)
-    plain = made()
-    plain.load_state_dict(copied.state_dict())
-    agree(copied, plain)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_save_pretrained(tmp_path):
-    model, before, _ = replaced()
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert "forward" not in vars(loaded)
-    torch.testing.assert_close(dict(loaded.state_dict()), dict(before.state_dict()))
-
-
 def test_a_pickled_model_makes_its_loss_as_before(tmp_path):
     model, before, _ = replaced()
     torch.save(model, tmp_path / "model.pt")
@@ -355,9 +290,8 @@ def test_a_pickled_model_makes_its_loss_as_before(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ("Llama", "Gemma2"))
-def test_compiled_as_one_graph(family):
-    model, before, _ = replaced(family)
+def test_compiled_as_one_graph():
+    model, before, _ = replaced("Gemma2", num_hidden_layers=1)
     torch._dynamo.reset()
     agree(torch.compile(model, fullgraph=True, backend="aot_eager"), before)
 
@@ -383,11 +317,6 @@ def lora(model, modules, **options):
     torch.manual_seed(1)
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, init_lora_weights=False, **options)
     return peft.get_peft_model(model, config).train()
-
-
-def test_lora_on_attention():
-    model, before, _ = replaced()
-    agree(lora(model, ["q_proj", "v_proj"]), lora(before, ["q_proj", "v_proj"]))
 
 
 def test_lora_on_attention_before():

@@ -108,7 +108,10 @@ SAMPLES = {
 
 
 SHAPES_OF = {
-    "linear_cross_entropy": {"token_weight": lambda x, given: x.shape[:-1], "bias": lambda x, given: given["weight"][:1]}
+    "linear_cross_entropy": {
+        "token_weight": lambda x, given: x.shape[:-1],
+        **dict.fromkeys(("bias", "class_weight"), lambda x, given: given["weight"][:1]),
+    }
 }
 TYPES_OF = {"labels": torch.int64}
 
