@@ -1,11 +1,15 @@
 """Helpers for tests of several ops: run a call, return its outputs and gradients, and compare them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import onepass
 from onepass.kernels.language import triton
 from onepass.testing.mutants import copy_package
+from onepass.testing.poison import unchanged
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
@@ -64,6 +68,16 @@ def says(words, raised):
     """Assert that an error's message contains all these words."""
     for word in words:
         assert word in str(raised.value), f"{word!r} is not in {str(raised.value)!r}"
+
+
+def refused(op, args, options, error, words):
+    """Assert that a call raises an error that says these words, in `explain` too, and changes no tensor."""
+    given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor) and not t.is_meta]
+    for call in (op, partial(onepass.explain, op)):
+        if call is op or error is not IndexError:  # explain reads no labels
+            with unchanged(**{f"given{i}": t for i, t in enumerate(given)}), pytest.raises(error) as raised:
+                call(*args, **options)
+            says(words, raised)
 
 
 def check_copy(module, cases, judge_case):

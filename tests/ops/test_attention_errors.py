@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.calls import backends, says
+from ops.calls import backends, refused, says
 
 import onepass
 
@@ -57,12 +57,7 @@ def at(*boundaries):
     ],
 )
 def test_bad_input_is_named(error, args, options, words, backend):
-    with pytest.raises(error) as raised:
-        onepass.attention(*args, **options, backend=backend)
-    says(words, raised)
-    with pytest.raises(error) as raised:
-        onepass.explain("attention", *args, **options)
-    says(words, raised)
+    refused(onepass.attention, args, {"backend": backend, **options}, error, words)
 
 
 @backends

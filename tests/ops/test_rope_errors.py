@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.calls import backends, equal, says
+from ops.calls import backends, equal, refused
 from ops.rope_oracle import DEVICE
 
 import onepass
@@ -32,12 +32,7 @@ x, table = torch.ones(2, 3, 4, 8), torch.ones(3, 4)
     ],
 )
 def test_bad_input_is_named(error, args, words, backend):
-    with pytest.raises(error) as raised:
-        onepass.rope(*args, backend=backend)
-    says(words, raised)
-    with pytest.raises(error) as raised:
-        onepass.explain("rope", *args)
-    says(words, raised)
+    refused(onepass.rope, args, {"backend": backend}, error, words)
 
 
 @backends
@@ -60,6 +55,5 @@ def test_tables_that_require_grad_are_fine_where_nothing_does(backend):
     ],
 )
 def test_bad_documents_are_named(q, boundaries, words, backend):
-    with pytest.raises(ValueError) as raised:
-        onepass.rope(q, q, table, table, cu_seqlens=torch.tensor(boundaries, dtype=torch.int32), backend=backend)
-    says(words, raised)
+    options = {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32), "backend": backend}
+    refused(onepass.rope, (q, q, table, table), options, ValueError, words)

@@ -16,6 +16,7 @@ from onepass.train import checkpoint, text
 from onepass.train.checkpoint import storage
 from onepass.train.setup import make
 
+ONE_LAYER = {"num_layers": 1}  # each of its tensors is an access more to be killed at
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
@@ -25,15 +26,15 @@ def run(rank, folder, again):
     folder = Path(folder)
     base, place = folder / "base", folder / "killed"
     with onepass.use_backend("torch"):
-        trained, before = started(base)
+        trained, before = started(base, **ONE_LAYER)
         go(trained, alone(), 2, 3)
-        after = saved(folder / "after", 3, trained, *configured(), alone())
+        after = saved(folder / "after", 3, trained, *configured(**ONE_LAYER), alone())
         tensors = {"before": whole(before), "after": whole(after)}
         found = []
         while not found or found[-1]["signal"]:
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(base, place)
-            act = partial(saved, place, 2 if again else 3, trained, *configured(keep_checkpoints=1), alone())
+            act = partial(saved, place, 2 if again else 3, trained, *configured(keep_checkpoints=1, **ONE_LAYER), alone())
             found.append(killed(place, act, len(found) + 1) | resumed(place, tensors))
     torch.save(found, folder / "found.pt")
 
@@ -107,7 +108,7 @@ def resumed(place, tensors):
     same = [
         which for which, theirs in tensors.items() if all(torch.equal(there[name], tensor) for name, tensor in theirs.items())
     ]
-    config, options = configured(keep_checkpoints=1)
+    config, options = configured(keep_checkpoints=1, **ONE_LAYER)
     trained = make(config, options, alone())
     step = checkpoint.load(path, trained, config, alone())
     saved(place, 4, trained, config, options, alone())

@@ -203,7 +203,7 @@ def test_what_one_rank_cannot_read_stops_all(found):
 def test_a_kill_at_any_moment_leaves_one_that_is_whole(again, tmp_path):
     worlds.started(checkpoint_killed.run, (str(tmp_path), again), 1)
     found = torch.load(tmp_path / "found.pt")
-    assert len(found) > 60 and [each["signal"] for each in found] == [9] * (len(found) - 1) + [0]
+    assert len(found) > 45 and [each["signal"] for each in found] == [9] * (len(found) - 1) + [0]
     for each in found:
         assert len(each["same"]) == 1 and each["step"] == (3 if each["same"] == ["after"] and not again else 2)
         assert each["left"] == ["step-00000004"]

@@ -285,7 +285,10 @@ def dropout_add(
 
 define_op(
     dropout_add,
-    check=lambda call: _check(call.x, call.residual, call.bias, call.p, call.sequence_parallel),
+    check=lambda call: (
+        group_of_several(call.tp_group, "tp_group"),
+        _check(call.x, call.residual, call.bias, call.p, call.sequence_parallel),
+    ),
     unsupported=lambda call: unsupported(call.x, call.residual),
     variant=_variant,
     sharding=shard_dropout_add,
