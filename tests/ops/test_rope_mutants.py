@@ -58,7 +58,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "all dimensions merged": (kernels, "_merge_dims", "merged and all", "merged and any"),
     "broadcast tables at a stride": (kernels, "_token_strides", "0 if size == 1 else ", ""),
     "tables aligned on the left": (kernels, "_token_strides", "(0,) * (len(tokens) - len(own)) + tuple(own)", "tuple(own) + (0,) * (len(tokens) - len(own))"),
-    "numbers apart taken for neighbours": (kernels, "token_layout", "any(stride[-1] != 1 for _, stride in given) or ", ""),
+    "numbers apart taken for neighbours": (kernels, "token_layout", "any(stride[-1] != 1 for _, stride in present) or ", ""),
     "tables' numbers apart taken for neighbours": (kernels, "token_layout", " or (P > 1 and cos[1][-1] * sin[1][-1] != 1)", ""),
     "one plan for all tables": (kernels, "token_layout", "by_sequence[1], by_token[1]", "by_sequence[0], by_token[0]"),
     # ---- autograd ----

@@ -309,8 +309,8 @@ def _check(results: Sequence[Any], node: Node) -> None:
 
     Dtypes can differ because a zero-dimensional tensor has no part in type promotion, but a stack of such tensors does.
     """
-    given = value(node)
-    for result, expected in zip(results, given if isinstance(given, tuple | list) else [given], strict=False):
+    original = value(node)
+    for result, expected in zip(results, original if isinstance(original, tuple | list) else [original], strict=False):
         if not isinstance(expected, Tensor) or isinstance(result, Listed):
             continue
         now = value(result.node)

@@ -104,8 +104,8 @@ def _run(package: NormPackage, make: Callable[..., NormCall], *args: Any, **opti
 
 
 def _parameters(call: NormCall) -> list[tuple[str, Tensor]]:
-    given = ("weight", call.weight), ("bias", call.bias)
-    return [(name, tensor) for name, tensor in given if tensor is not None]
+    named = ("weight", call.weight), ("bias", call.bias)
+    return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 def _mixed_types(call: NormCall, title: str) -> Reason:

@@ -140,9 +140,9 @@ class GatedFeedForward(FeedForward):
     def forward(self, x: Tensor, *, norm: Any = None, residual: Tensor | None = None) -> Tensor:
         """With a norm: h + w2(...) of norm(h), h being x + residual."""
         weights, biases, precision = _parameters((self.w1, self.w3))
-        given = weights, self.w2.weight, "swiglu", precision
-        if norm is not None and weights and not biases and use_gated_mlp(x, norm.weight, *given):
-            y, h = gated_mlp(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), *given)
+        operands = weights, self.w2.weight, "swiglu", precision
+        if norm is not None and weights and not biases and use_gated_mlp(x, norm.weight, *operands):
+            y, h = gated_mlp(x, residual, norm.weight, None, NormOptions(False, norm.eps, False), *operands)
             return h + y
         packed, h = _norm_side_by_side(x, residual, norm, self.w1, self.w3)
         return self.w2(packed) if norm is None else h + self.w2(packed)  # type: ignore[no-any-return]

@@ -217,8 +217,8 @@ def cast_tensor(x: Tensor, target: FP8Target, *, codes: bool = True, turned: boo
     across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if turned else None
     if x.numel():
         x, x_row = as_rows(x)
-        given = None if plain is None else plain.view(torch.uint8), None if across is None else across.view(torch.int32)
+        outputs = None if plain is None else plain.view(torch.uint8), None if across is None else across.view(torch.int32)
         block_m, block_h, launch = _tiles_plan(H, x_row, target.dtype is E5M2, turned)
         grid = grid_of(ceil_div(H, block_h), ceil_div(M, block_m))
-        launch(grid, x, *given, *target[1:], M)
+        launch(grid, x, *outputs, *target[1:], M)
     return plain, across

@@ -285,9 +285,9 @@ class MemorySteps(TorchFunctionMode):
         call, self.calls = self.calls, self.calls + 1
         if call == self.fail_at:
             raise torch.OutOfMemoryError("no memory, in a test")
-        given = _storages((args, kwargs))
+        storages = _storages((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _MULTIPLY or _storages(result) - given:
+        if getattr(func, "__name__", "") in _MULTIPLY or _storages(result) - storages:
             self.steps.append(call)
         return result
 

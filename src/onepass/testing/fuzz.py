@@ -258,7 +258,7 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
 def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw) -> dict[str, Tensor]:
     """Run the op in poisoned memory. Inputs, incoming gradients, and the memory around them must stay as they are."""
     leaves = {name: t.detach().requires_grad_(name in drawn.asking) for name, t in drawn.tensors.items()}
-    given = {name: t * 1 if name in drawn.call.written else t for name, t in leaves.items()}
+    inputs = {name: t * 1 if name in drawn.call.written else t for name, t in leaves.items()}
     for name, main_grad in drawn.main_grads.items():
         leaves[name].main_grad = main_grad.clone()  # type: ignore[attr-defined]
     deferred = DeferredWgrad() if drawn.defers else None
@@ -266,7 +266,7 @@ def _ours(function: Callable[..., Any], drawn: _Drawn, backend: str, draw: Draw)
     torch.manual_seed(drawn.seed)
     with unchanged(**drawn.tensors), poisoned(), contextlib.ExitStack() as stack:
         kept = [] if drawn.asking else stack.enter_context(saved_tensors())
-        outputs = _outputs(function(**drawn.call.arguments(given), **drawn.call.options, **more, backend=backend))
+        outputs = _outputs(function(**drawn.call.arguments(inputs), **drawn.call.options, **more, backend=backend))
         if kept:
             raise AssertionError(f"{len(kept)} tensors are kept for backward, which nothing asks for")
         if drawn.dys is None:

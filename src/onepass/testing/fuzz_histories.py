@@ -81,9 +81,9 @@ class _Event(NamedTuple):
     which: int  # of an MLP's weights
 
     def __str__(self) -> str:
-        said = f"{self.way} of {self.rows} rows {self.numbers}"
-        said += f", dy {self.incoming}" if self.way in WAYS[:2] else ""
-        return said if self.weights == WEIGHTS[0] else f"{said}, weight {self.which + 1} {self.weights}"
+        words = f"{self.way} of {self.rows} rows {self.numbers}"
+        words += f", dy {self.incoming}" if self.way in WAYS[:2] else ""
+        return words if self.weights == WEIGHTS[0] else f"{words}, weight {self.which + 1} {self.weights}"
 
 
 def run_history(
@@ -117,10 +117,10 @@ def run_history(
         )
         for _ in range(draw.choose(range(1, _LONGEST + 1)))
     ]  # fmt: skip
-    said = [f"{kind} {str(dtype).removeprefix('torch.')}", f"bias={bias}", str(recipe), *map(str, events)]
+    history = [f"{kind} {str(dtype).removeprefix('torch.')}", f"bias={bias}", str(recipe), *map(str, events)]
     if other != recipe:
-        said.insert(3, f"its second product {other or 'in its own type'}")
-    found = Outcome(HISTORIES, seed, tuple(draw.taken), choices is not None, "; ".join(said))
+        history.insert(3, f"its second product {other or 'in its own type'}")
+    found = Outcome(HISTORIES, seed, tuple(draw.taken), choices is not None, "; ".join(history))
     for backend in backends if device.type != "cuda" or unfit_gpu(device) is None else ():
         torch.manual_seed(seed)
         layer = LAYERS[kind](bias=bias, precision=recipe, device=device, dtype=dtype)

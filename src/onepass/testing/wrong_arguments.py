@@ -41,8 +41,9 @@ def names_wrong_arguments(subject: Subject) -> None:
                 with unchanged(**given):
                     run(function, **{name: wrong})
             except (TypeError, ValueError) as error:
-                said = str(error)
-                assert re.search(rf"\b{name}\b", said) and " must " in said and was in said, f"of {name}, {was}: {said!r}"
+                message = str(error)
+                named = re.search(rf"\b{name}\b", message) is not None
+                assert named and " must " in message and was in message, f"of {name}, {was}: {message!r}"
             else:
                 raise AssertionError(f"{name} was taken, {was}")
 

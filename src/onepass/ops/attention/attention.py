@@ -311,22 +311,23 @@ def _variant(call: Call) -> str:
     dq, dk_dv = backward_tiles(D, qkv.shape[1], options, call.cu_seqlens is not None, smem)
     by_forward, by_backward = (of(qkv, D, options, call.cu_seqlens, call.sinks) for of in (forward_kernels, backward_kernels))
     names, order = {CUDNN: "by cuDNN", FLASH: "by flash-attn-4"}, f"in {'a fixed' if options.in_order else 'any'} order"
-    said = f"tiles of queries x keys: forward {names.get(by_forward, f'{forward.block_m} x {forward.block_n}')}; "
+    description = f"tiles of queries x keys: forward {names.get(by_forward, f'{forward.block_m} x {forward.block_n}')}; "
     if by_backward in names:
-        said += f"backward {names[by_backward]}, {order}; "
+        description += f"backward {names[by_backward]}, {order}; "
     else:
-        said += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
+        description += f"backward {dq.block_m} x {dq.block_n} for dq, {dk_dv.block_m} x {dk_dv.block_n} for dk and dv; "
     if call.cu_seqlens is not None:
-        said += "documents' tiles listed on the GPU, the longest first; "
+        description += "documents' tiles listed on the GPU, the longest first; "
     if call.by_group:
         how = "copied" if cos is None else f"{'normalised and ' * normed}rotated by rope's kernel"
-        said += f"q and k {how} out of their groups, and back into them; "
+        description += f"q and k {how} out of their groups, and back into them; "
     elif normed:
-        said += "q and k normalised and rotated by rope's kernel beside qkv, and back in place; "
+        description += "q and k normalised and rotated by rope's kernel beside qkv, and back in place; "
     elif cos is not None:
-        said += f"q and k rotated by rope's kernel {'in place' if overwrite else 'into a copy of qkv'}, and back in place; "
+        into = "in place" if overwrite else "into a copy of qkv"
+        description += f"q and k rotated by rope's kernel {into}, and back in place; "
     kept = "qkv, q and k" if normed else "qkv" if not call.by_group and (cos is None or overwrite) else "the copy"
-    return said + f"keeps {kept}, y, and a number a head and token"
+    return description + f"keeps {kept}, y, and a number a head and token"
 
 
 def options_of(call: Call, kernels: str = "") -> AttentionOptions:
@@ -441,8 +442,8 @@ def _by_kernels(
     q_weight, k_weight = (contiguous_param(weight) for weight in weights)
     if needs_grad(rows, sinks, q_weight, k_weight):
         return _apply(rows, sinks, q_weight, k_weight, cos, sin, cu_seqlens, options, overwrite)  # type: ignore[no-any-return]
-    given = rows, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options
-    return _forward_op(*given, overwrite=overwrite)[0]  # type: ignore[no-any-return]
+    arguments = rows, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options
+    return _forward_op(*arguments, overwrite=overwrite)[0]  # type: ignore[no-any-return]
 
 
 def attend_with(kernels: str, call: Call) -> Tensor:

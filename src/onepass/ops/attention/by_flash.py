@@ -84,14 +84,14 @@ def attend_by_flash(
     B, S, H, D = q.shape
     y = empty_tokens(q, options, H, D)
     lse = torch.empty(B, H, lse_size(S, cu_seqlens), dtype=torch.float32, device=q.device)
-    given = _options_of(options) | {"learnable_sink": sinks, "return_lse": True}
+    arguments = _options_of(options) | {"learnable_sink": sinks, "return_lse": True}
     with torch.cuda.device_of(q):
         if cu_seqlens is None:
-            _loaded().forward(q, k, v, out=y, lse=lse[..., :S], **given)
+            _loaded().forward(q, k, v, out=y, lse=lse[..., :S], **arguments)
             lse.mul_(LOG2E)
         else:
             boundaries, wrong = checked_boundaries(cu_seqlens, S)
-            _loaded().forward(q[0], k[0], v[0], out=y[0], lse=lse[0, :, :S], **given, **_both(boundaries))
+            _loaded().forward(q[0], k[0], v[0], out=y[0], lse=lse[0, :, :S], **arguments, **_both(boundaries))
             for x in (y, lse):  # backward makes NaN of these
                 make_nan(x, wrong)
     return y, lse
@@ -102,16 +102,16 @@ def attend_backward_by_flash(call: BackwardCall, gradients: tuple[Tensor, Tensor
     S, cu_seqlens = call.q.shape[1], call.cu_seqlens
     lse = call.lse[..., :S].contiguous()
     rows: tuple[Tensor, ...] = (call.q, call.k, call.v, call.y, call.dy)
-    given = _options_of(call.options) | {"learnable_sink": sinks, "deterministic": call.options.in_order}
-    given["softcap"] = call.options.softcap  # 0 for none, where forward has None
+    arguments = _options_of(call.options) | {"learnable_sink": sinks, "deterministic": call.options.in_order}
+    arguments["softcap"] = call.options.softcap  # 0 for none, where forward has None
     into = gradients
     if cu_seqlens is None:
         lse = lse / LOG2E
     else:
-        given |= _both(checked_boundaries(cu_seqlens, S)[0])
+        arguments |= _both(checked_boundaries(cu_seqlens, S)[0])
         rows, lse, into = tuple(x[0] for x in rows), lse[0], tuple(x[0] for x in gradients)  # type: ignore[assignment]
     with torch.cuda.device_of(call.q):
-        returned = _loaded().backward(*rows, lse, **given, **dict(zip(("dq", "dk", "dv"), into, strict=True)))
+        returned = _loaded().backward(*rows, lse, **arguments, **dict(zip(("dq", "dk", "dv"), into, strict=True)))
     return None if sinks is None else returned[3]
 
 

@@ -73,9 +73,9 @@ def rotate_groups(
         parts[1].copy_(k)
     else:
         order = _token_order(q, cos, options)
-        given, out = (_by_group(pair, order) for pair in ((q, k), parts))
+        heads, out = (_by_group(pair, order) for pair in ((q, k), parts))
         tables = _table_by_group(cos, q, order), _table_by_group(sin, q, order)
-        rotate(*tables, *given, options.interleaved, False, out, norm)
+        rotate(*tables, *heads, options.interleaved, False, out, norm)
     return (*parts, v) if len(parts) == 2 else (*parts[:2], parts[2].copy_(v))  # type: ignore[return-value]
 
 
@@ -111,13 +111,13 @@ def rotate_groups_back(
     dq = gradients[0].view(*gradients[0].shape[:2], options.groups, -1, gradients[0].shape[-1])
     order = _token_order(dq, cos, options)
     tables = _table_by_group(cos, dq, order), _table_by_group(sin, dq, order)
-    given, out = _by_group((dq, gradients[1]), order), None if into is None else _by_group(into, order)
+    by_group, out = _by_group((dq, gradients[1]), order), None if into is None else _by_group(into, order)
     if normed is None:
-        rotate(*tables, *given, options.interleaved, True, out)
+        rotate(*tables, *by_group, options.interleaved, True, out)
         return None, None
     norm, qkv, needs = normed
     raw = _by_group(group_parts(qkv, options), order)
-    return rotate_back(*tables, given, raw, norm, options.interleaved, needs, out, **direct)[2:]
+    return rotate_back(*tables, by_group, raw, norm, options.interleaved, needs, out, **direct)[2:]
 
 
 # ---- groups as tokens of a rotation, which has two dimensions of tokens ----

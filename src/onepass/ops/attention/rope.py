@@ -176,10 +176,10 @@ def _variant(call: Call) -> str:
     q, k = (x if x.numel() else None for x in (call.q, call.k))
     if q is None and k is None:
         return "the PyTorch formula, as there is nothing to do"
-    said = rope_variant(q, k, call.cos, call.sin, call.interleaved)
+    description = rope_variant(q, k, call.cos, call.sin, call.interleaved)
     if call.q_weight is None:
-        return f"{said}; backward the same, rotating back; keeps cos and sin"
-    return f"{said}, normalised first; {backward_variant(q, k, call.cos)}; keeps q, k, cos and sin"
+        return f"{description}; backward the same, rotating back; keeps cos and sin"
+    return f"{description}, normalised first; {backward_variant(q, k, call.cos)}; keeps q, k, cos and sin"
 
 
 def rope(

@@ -230,16 +230,16 @@ class TokenLayout(NamedTuple):
 
 def token_layout(heads: tuple[Layout | None, ...], cos: Layout, sin: Layout) -> TokenLayout | None:
     """Return where tensors of heads and the tables lie, or None where they can't be read in place."""
-    given = [x for x in heads if x is not None]
-    tokens, P = given[0][0][:-2], cos[0][-1]
-    if any(stride[-1] != 1 for _, stride in given) or (P > 1 and cos[1][-1] * sin[1][-1] != 1):
+    present = [x for x in heads if x is not None]
+    tokens, P = present[0][0][:-2], cos[0][-1]
+    if any(stride[-1] != 1 for _, stride in present) or (P > 1 and cos[1][-1] * sin[1][-1] != 1):
         return None
-    strides = [_token_strides(table, tokens) for table in (cos, sin)] + [stride[:-2] for _, stride in given]
+    strides = [_token_strides(table, tokens) for table in (cos, sin)] + [stride[:-2] for _, stride in present]
     left = _merge_dims(tokens, strides)
     if len(left) > 2:
         return None
     (M, by_sequence), (S, by_token) = [(1, (0,) * len(strides))] * (2 - len(left)) + left
-    of_heads = [(*each, x[1][-2]) for *each, x in zip(by_sequence[2:], by_token[2:], given, strict=True)]
+    of_heads = [(*each, x[1][-2]) for *each, x in zip(by_sequence[2:], by_token[2:], present, strict=True)]
     each_head: Any = tuple(of_heads.pop(0) if x is not None else (0, 0, 0) for x in heads)
     return TokenLayout(M, S, (by_sequence[0], by_token[0], by_sequence[1], by_token[1]), each_head)
 
@@ -405,9 +405,9 @@ def rope_variant(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, i
     counts = [(tiles.block_hq, "q", q), (tiles.block_hk, "k", k)]
     heads = " and ".join(f"{min(count, x.shape[-2])} of {name}'s" for count, name, x in counts if x is not None)
     tokens = f"{tiles.block_s} token{'s' if tiles.block_s > 1 else ''}"
-    said = f"one kernel, {tokens} a program, {heads} heads at a time"
+    description = f"one kernel, {tokens} a program, {heads} heads at a time"
     in_place = _cached_plan(q, k, cos, sin, interleaved, False) is not None
-    return said if in_place else f"{said}, after copies of what can't be read where it lies"
+    return description if in_place else f"{description}, after copies of what can't be read where it lies"
 
 
 # ---- checks of the tables and the weights ----

@@ -176,15 +176,15 @@ def _variant(call: Call) -> str:
     M = x.numel() // H
     forward, backward = kernels.forward_tiles(M, H), kernels.backward_tiles(M, H, processors(x.device))
     threshold = threshold_of("p", call.p) if call.training else 0
-    said = f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.down * forward.across} programs; "
+    description = f"forward in blocks of {forward.block_m} x {forward.block_h}, {forward.down * forward.across} programs; "
     if call.bias is not None:
-        said += (
+        description += (
             f"backward in {backward.down} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} "
             "columns, the bias gradient in the same kernel; "
         )
     else:
-        said += "backward in the same blocks; " if threshold else "no backward to do; "
-    return said + (f"{threshold} of {STEPS} dropped, the seed kept and no mask" if threshold else "nothing dropped")
+        description += "backward in the same blocks; " if threshold else "no backward to do; "
+    return description + (f"{threshold} of {STEPS} dropped, the seed kept and no mask" if threshold else "nothing dropped")
 
 
 def _check(x: Tensor, residual: Tensor, bias: Tensor | None, p: float, sequence_parallel: bool) -> int:

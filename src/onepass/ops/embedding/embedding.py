@@ -142,11 +142,11 @@ def variant(ids: Tensor, weight: Tensor, **options: Any) -> str:
     if not (ids.numel() and weight.numel()):
         return "the PyTorch formula, as there is nothing to do"
     tiles = look_up_tiles(weight.shape[1])
-    said = f"{tiles.block_m} tokens a program"
+    description = f"{tiles.block_m} tokens a program"
     if not needs_grad(weight):
-        return f"forward with {said}; no gradient is asked for"
+        return f"forward with {description}; no gradient is asked for"
     who = "the same kernel" if orders_in_kernel(ids.numel(), *weight.shape) else "PyTorch"
-    return f"forward with {said}, while {who} orders the tokens by row; backward with a program a token; keeps the order"
+    return f"forward with {description}, while {who} orders the tokens by row; backward with a program a token; keeps the order"
 
 
 def _check(
@@ -246,8 +246,8 @@ def embedding(
     sound = _check(ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size)
     chosen = choose("embedding", backend, unsupported(weight))
     if chosen not in NATIVE:
-        given = {"padding_idx": padding_idx, "vocab_start": vocab_start, "vocab_size": vocab_size}
-        return run_other("embedding", chosen, ids, weight, **given)  # type: ignore[no-any-return]
+        of_vocabulary = {"padding_idx": padding_idx, "vocab_start": vocab_start, "vocab_size": vocab_size}
+        return run_other("embedding", chosen, ids, weight, **of_vocabulary)  # type: ignore[no-any-return]
     options = _options(weight, padding_idx, vocab_start, vocab_size)
     use_triton = chosen == "triton" and ids.numel() > 0 and weight.numel() > 0
     if under_functorch():

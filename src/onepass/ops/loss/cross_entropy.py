@@ -359,15 +359,15 @@ def _variant(call: Call) -> str:
         return "the PyTorch formula, as there is nothing to do"
     ahead = row_tiles(call.logits.shape[-1], STATISTICS_TILE, STATISTICS_EACH)
     back = row_tiles(call.logits.shape[-1], GRADIENT_TILE, GRADIENT_EACH)
-    said = f"forward with {ahead.used} programs a row, tiles of {ahead.tile} columns"
-    said += ", the ranks' statistics in one gather" if group_of_several(call.tp_group) is not None else ""
-    said += f"; backward with {back.used} programs a row, tiles of {back.tile} columns"
-    said += ", the gradient over the logits" if call.inplace_backward else ", the gradient in memory of its own"
-    said += "; keeps the logits and their rows' logsumexp"
+    description = f"forward with {ahead.used} programs a row, tiles of {ahead.tile} columns"
+    description += ", the ranks' statistics in one gather" if group_of_several(call.tp_group) is not None else ""
+    description += f"; backward with {back.used} programs a row, tiles of {back.tile} columns"
+    description += ", the gradient over the logits" if call.inplace_backward else ", the gradient in memory of its own"
+    description += "; keeps the logits and their rows' logsumexp"
     if has_masses(split_labels(call.labels)[1], call.weight, call.label_smoothing):
         what = "probabilities" if call.labels.is_floating_point() else "class weights and smoothing"
-        return f"{said}; {what} are read beside the logits, both times"
-    return said if call.weight is None else f"{said}; class weights are the rows' weights"
+        return f"{description}; {what} are read beside the logits, both times"
+    return description if call.weight is None else f"{description}; class weights are the rows' weights"
 
 
 def _checked(call: CrossEntropyCall) -> tuple[dist.ProcessGroup | None, LossTerms, str]:

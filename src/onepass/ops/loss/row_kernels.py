@@ -383,8 +383,8 @@ def _masses(targets: Targets | None) -> tuple[Targets, _Masses]:
     """Return the tensors, which may be None, and what the kernels compile in of them."""
     if targets is None:
         return _LABELS, (0, 0)
-    given, weight = targets
-    return targets, (0 if given is None else given.stride(0), 0 if weight is None else weight.shape[0])
+    probabilities, weight = targets
+    return targets, (0 if probabilities is None else probabilities.stride(0), 0 if weight is None else weight.shape[0])
 
 
 _LABELS = Targets()
@@ -403,10 +403,10 @@ class RowGradients(NamedTuple):
 def row_statistics(x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str, ...], columns: VocabColumns) -> Tensor:
     """Return [parts, planes, rows], a part for each tile of columns."""
     (M, W), (first, V, place, bits, targets, room) = x.shape, columns
-    planes, (given, masses) = planes_of(targets), _masses(targets)
+    planes, (operands, masses) = planes_of(targets), _masses(targets)
     tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits), planes, masses)
     parts = x.new_empty(tiles.used, planes, M, dtype=torch.float32)
-    launch(grid_of(tiles.used, M), x, labels, place, bits, *given, parts, M, first)
+    launch(grid_of(tiles.used, M), x, labels, place, bits, *operands, parts, M, first)
     return parts
 
 
@@ -445,10 +445,10 @@ def row_gradients(
 ) -> None:  # fmt: skip
     """Write the gradient of the logits x to out, which may be x."""
     (M, W), (first, V, place, bits, targets, room) = x.shape, columns
-    given, masses = _masses(targets)
+    operands, masses = _masses(targets)
     tiles, launch = _gradient_plan(W, max(W, room), x.stride(0), out.stride(0), V, terms, _bits_row(bits), masses)
     launch(
-        grid_of(tiles.used, M), x, out, labels, place, bits, *given, lse, incoming.loss,
+        grid_of(tiles.used, M), x, out, labels, place, bits, *operands, lse, incoming.loss,
         None if incoming.entropy is None else entropy, incoming.logsumexp, incoming.log_prob, incoming.entropy, incoming.mass,
         M, first,
     )  # fmt: skip

@@ -275,12 +275,12 @@ def _cross_entropy_call(width: int, dtype: torch.dtype = torch.bfloat16, option:
     def run() -> Tensor:
         logits, labels = meta(2048, width, dtype=dtype), torch.empty(2048, dtype=torch.int64, device="meta")
         over, smoothing = option == "over the logits", 0.1 if option == "smoothing" else 0.0
-        given = logits * 1 if over else logits
+        inputs = logits * 1 if over else logits
         reduction, weight = "sum" if option == "sum" else "mean", None
         if option == "probabilities":
             labels, weight = meta(2048, width, dtype=torch.float32).detach(), meta(width, dtype=torch.float32).detach()
         loss: Tensor = cross_entropy(
-            given, labels, reduction=reduction, weight=weight, label_smoothing=smoothing, inplace_backward=over,
+            inputs, labels, reduction=reduction, weight=weight, label_smoothing=smoothing, inplace_backward=over,
             backend="triton",
         )  # fmt: skip
         return loss
@@ -304,8 +304,8 @@ def _both_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCall
         row_kernels.row_gradients(x, x, labels, terms, losses.logsumexp, losses.entropy, each, columns)
         return x
 
-    said = "softcap and smoothing" if terms.softcap else ""
-    return CoveringCall(" ".join(filter(None, (f"cross_entropy rows 2048x{width}", said))), dtype, run)
+    option = "softcap and smoothing" if terms.softcap else ""
+    return CoveringCall(" ".join(filter(None, (f"cross_entropy rows 2048x{width}", option))), dtype, run)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -386,5 +386,5 @@ def _padded_call(width: int, dtype: torch.dtype, terms: LossTerms) -> CoveringCa
         row_kernels.row_gradients(x, out, labels, terms, incoming, None, each, columns)
         return buffer
 
-    said = "all terms" if terms.softcap else ""
-    return CoveringCall(" ".join(filter(None, (f"linear_cross_entropy rows 2048x{width}", said))), dtype, run)
+    option = "all terms" if terms.softcap else ""
+    return CoveringCall(" ".join(filter(None, (f"linear_cross_entropy rows 2048x{width}", option))), dtype, run)

@@ -141,13 +141,13 @@ def variant(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, **op
         return "the PyTorch formula, as there is nothing to do"
     tiles = softmax_tiles(x.shape[-1])
     rows = "one row" if tiles.block_m == 1 else f"{tiles.block_m} rows"
-    said = f"forward and backward with {rows} a program, in registers of {tiles.num_warps} warps; keeps y"
+    description = f"forward and backward with {rows} a program, in registers of {tiles.num_warps} warps; keeps y"
     if causal:
-        said += "; columns right of the diagonal are not read"
+        description += "; columns right of the diagonal are not read"
     if mask is not None:
         copied = mask_layout(mask.shape, mask.stride(), x.shape) is None
-        said += "; the mask is copied, as it lies" if copied else "; the mask is read where it lies"
-    return said
+        description += "; the mask is copied, as it lies" if copied else "; the mask is read where it lies"
+    return description
 
 
 def _check(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> None:

@@ -140,15 +140,15 @@ def _variant(call: Call) -> str:
     rows = _rows_to_compute(call.hidden, call.weight, labels, options, group, call.rows)
     selection = None if rows is None else rows.selection(0, call.hidden.device)
     tokens = labels.numel() if selection is None else selection.whole.shape[0]
-    said = f"{tokens} of {labels.numel()} rows" if selection is not None else "all rows"
+    description = f"{tokens} of {labels.numel()} rows" if selection is not None else "all rows"
     if has_masses(probabilities, call.class_weight, options.smoothing):
-        said += ", their probabilities" if probabilities is not None else ", class weights"
-        said += " read beside the logits, for statistics and for gradients"
+        description += ", their probabilities" if probabilities is not None else ", class weights"
+        description += " read beside the logits, for statistics and for gradients"
     if rows is None and probabilities is None:
-        said += _ignored_too(call) if call.rows is None else ": how many are kept is not known here"
+        description += _ignored_too(call) if call.rows is None else ": how many are kept is not known here"
     low_rank = 0 if call.lora is None else call.lora.a.shape[0]
     plan = plan_call(HeadTensors(call.hidden, call.weight, call.bias, *lora), tokens, options, needs, main_grad)
-    return f"{said}; {plan}{f'; LoRA of rank {low_rank}' if low_rank else ''}"
+    return f"{description}; {plan}{f'; LoRA of rank {low_rank}' if low_rank else ''}"
 
 
 def _ignored_too(call: Call) -> str:

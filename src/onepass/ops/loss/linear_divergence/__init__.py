@@ -111,8 +111,8 @@ def _unsupported(student: Tensor, teacher: Tensor) -> str | None:
 
 def _variant(call: Call) -> str:
     """How the call is divided, by either backend, and the memory that this is expected to take."""
-    given = LinearDivergenceCall(**vars(call))
-    (options, _), (a, b) = _checked(given), given.lora()
+    arguments = LinearDivergenceCall(**vars(call))
+    (options, _), (a, b) = _checked(arguments), arguments.lora()
     needs = Needs(*(needs_grad(t) for t in (call.student, call.student_weight, call.student_bias, a, b)))
     student = HeadTensors(call.student, call.student_weight, call.student_bias, a, b)
     plan = plan_call(student, call.teacher_weight, options, needs)

@@ -34,7 +34,7 @@ class DivergencePlan(NamedTuple):
 
     def __str__(self) -> str:
         chunks = f"{self.chunks} chunks of {self.rows} tokens" if self.chunks > 1 else "one chunk"
-        said = {
+        gradients = {
             "loss_only": "no gradients",
             "grad_in_forward": "gradients in forward, which wait in fp32",
             "keep_logits": "both heads' logits wait for backward",
@@ -43,7 +43,7 @@ class DivergencePlan(NamedTuple):
         }[self.mode]
         short = "; nothing takes as little as chunk_bytes" if self.short else ""
         mib = f"{self.bytes / 2**20:.0f} MiB at most, gradients included"
-        return f"{chunks}, {said}; {PRODUCTS[self.mode]} products; {mib}{short}"
+        return f"{chunks}, {gradients}; {PRODUCTS[self.mode]} products; {mib}{short}"
 
 
 class DivergenceInputs(NamedTuple):
