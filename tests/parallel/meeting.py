@@ -23,6 +23,14 @@ from onepass.runtime.backend import current_backend
 
 SECONDS = 300  # of a collective, which waits for ranks that a busy machine holds up
 
+_functional = torch.library.Library("_c10d_functional", "IMPL")
+
+
+def _gather_into(x, ranks, name):
+    """Gather for DTensors and compiled graphs as `start_all_gather` does, which says why: gloo would crash at times."""
+    whole = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(x, ranks, name, out=whole)
+
 
 def join(rank, ranks, folder, backend="gloo"):
     """Join the process group. Use one thread, as there are more ranks than cores. With NCCL, make the rank's GPU the default."""
@@ -35,6 +43,7 @@ def join(rank, ranks, folder, backend="gloo"):
         torch.set_default_device(options["device_id"])
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        _functional.impl("all_gather_into_tensor", _gather_into, "CPU")
     meeting = f"file://{folder}/meeting-{ranks}"
     timeout = timedelta(seconds=SECONDS)
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=timeout, **options)

@@ -194,6 +194,8 @@ GATHER, TOTAL, SCATTER = ["all_gather_into_tensor"], ["all_reduce"], ["reduce_sc
     ],
 )
 def test_what_is_sent_and_that_a_gradient_is_not_differentiated(group, name, forward, backward):
+    if dist.get_backend() == "gloo":  # all_gather_into_tensor makes a process over gloo crash at times
+        forward, backward = ([op.replace("into_tensor", "into_tensor_out") for op in ops] for ops in (forward, backward))
     call, (xs, dys) = cases(group.size())[name][0], inputs(name, group.size(), torch.float32)
     x = xs[group.rank()].requires_grad_()
     with Sent() as sent:

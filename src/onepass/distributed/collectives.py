@@ -74,7 +74,14 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     if _is_validating():
         _check_agreement("x", _describe(x), group)
     sent = x.detach().contiguous()
-    running = _ops.all_gather_into_tensor(sent, group.size(), group.group_name)
+    if sent.is_cpu and not torch.compiler.is_compiling():
+        # gloo's two threads note the name of what they last finished without a lock (PyTorch 2.13). all_gather_into_tensor's,
+        # "ALLGATHER_COALESCED", has more than the 15 characters that a std::string holds in itself: both may free the one
+        # before, and the process crashes some time later. This op's is "ALLGATHER".
+        whole = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])
+        running = _ops.all_gather_into_tensor_out(sent, group.size(), group.group_name, out=whole)
+    else:
+        running = _ops.all_gather_into_tensor(sent, group.size(), group.group_name)
     _yield_multiprocessors(sent)
     return Pending(running, _identity, sent)
 
