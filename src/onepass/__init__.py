@@ -23,6 +23,7 @@ from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_divergence import linear_divergence
 from onepass.ops.loss.lora import LoRA
 from onepass.ops.norm.gated_norm import gated_rms_norm
+from onepass.ops.norm.gated_norm_linear import gated_norm_linear
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
@@ -63,6 +64,7 @@ __all__ = [
     "embedding",
     "explain",
     "fuse",
+    "gated_norm_linear",
     "gated_rms_norm",
     "gpt",
     "graphed",

@@ -113,7 +113,7 @@ def _gated_forward_kernel(
 
 @kernel
 def _gated_backward_kernel(
-    dy_ptr, x_ptr, z_ptr, weight_ptr, dx_ptr, dz_ptr, dweight_ptr,  # as in forward, and their gradients
+    dy_ptr, x_ptr, z_ptr, weight_ptr, dx_ptr, dz_ptr, dweight_ptr, y_ptr,  # as in forward, and their gradients; y may be dy
     partial_ptr, arrived_ptr,  # of each group: a row of sums a program, and two counters
     M, ROWS,  # ROWS: of all M rows, those of a program
     DY_ROW, DY_GAP, X_ROW, X_GAP, Z_ROW, Z_GAP, eps,
@@ -147,6 +147,8 @@ def _gated_backward_kernel(
             tl.store(dx_ptr + at, dx, mask=inside)
         if dz_ptr is not None:
             tl.store(dz_ptr + at, dz, mask=inside)
+        if y_ptr is not None:
+            tl.store(y_ptr + at, gated_output(x, z, weight, eps, H, NORM_FIRST, SILU), mask=inside)
         dweight = tl.fma(d, n, dweight)
     if dweight_ptr is not None:
         finish_sums(
@@ -242,10 +244,15 @@ def gated_forward(x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNor
 
 def gated_backward(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions,
-    need_dx: bool, need_dz: bool, need_dweight: bool,
-    *, into: Sequence[Tensor | None] | None = None, keep_scratch: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx, dz and dweight. `into`: a contiguous tensor that dweight is added to."""
+    need_dx: bool, need_dz: bool, need_dweight: bool, rebuild: bool = False,
+    *, into: Sequence[Tensor | None] | None = None, into_dy: bool = False, keep_scratch: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dx, dz, dweight, and y where `rebuild`, in dy's type.
+
+    Args:
+        into: a contiguous tensor that dweight is added to.
+        into_dy: y may be written over dy.
+    """
     width, groups = x.shape[-1], options.groups
     M = x.numel() // width
     tiles = backward_tiles_for(x, z, options)
@@ -255,6 +262,9 @@ def gated_backward(
     if need_dweight:
         assert weight is not None
         dweight = torch.empty_like(weight) if into is None else into[0]
+    y = None
+    if rebuild:
+        y = dy if into_dy and dy.is_contiguous() else torch.empty_like(dy, memory_format=torch.contiguous_format)
     dy, dy_lies = as_groups(dy, True)
     x, x_lies = as_groups(x, True)
     z, z_lies = as_groups(z, True)
@@ -265,5 +275,5 @@ def gated_backward(
         programs = min(blocks, max(1, tiles.resident * processors(x.device) // groups))
         partial, arrived = (stream_scratch if keep_scratch else new_scratch)(programs * width, 2 * groups, x.device)
     rows = ceil_div(blocks, programs) * tiles.block_m
-    launch((programs, groups, 1), dy, x, z, weight, dx, dz, dweight, partial, arrived, M, rows)
-    return dx, dz, dweight
+    launch((programs, groups, 1), dy, x, z, weight, dx, dz, dweight, y, partial, arrived, M, rows)
+    return dx, dz, dweight, y

@@ -50,18 +50,21 @@ def gated_rms_norm_reference(
     group_size: int | None = None,
 ) -> Tensor:
     """The formula, for every type."""
-    options = _options(x, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
-    return _formula(x, weight, z, options)
+    options = gated_options(x, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
+    return gated_formula(x, weight, z, options)
 
 
-def _options(
+def gated_options(
     x: Tensor, eps: float, zero_centered_gamma: bool, activation: str, norm_before_gate: bool, group_size: int | None
 ) -> GatedNormOptions:
     groups = 1 if group_size is None else x.shape[-1] // group_size
     return GatedNormOptions(float(eps), bool(zero_centered_gamma), activation, bool(norm_before_gate), groups)
 
 
-def _formula(x: Tensor, weight: Tensor | None, z: Tensor, options: GatedNormOptions) -> Tensor:
+def gated_formula(
+    x: Tensor, weight: Tensor | None, z: Tensor, options: GatedNormOptions, dtype: torch.dtype | None = None
+) -> Tensor:  # fmt: skip
+    """Return y, rounded to x's type or to `dtype`."""
     eps, centered, activation, norm_first, groups = options
     wide = torch.promote_types(x.dtype, torch.float32)
     gate = _GATES[activation](z.to(wide))
@@ -70,12 +73,12 @@ def _formula(x: Tensor, weight: Tensor | None, z: Tensor, options: GatedNormOpti
     y = norm_formula(h, None, None, layer=False, eps=eps).flatten(-2)
     if weight is not None:
         y = y * (weight.to(wide) + 1.0 if centered else weight.to(wide))
-    return (y * gate if norm_first else y).to(x.dtype)
+    return (y * gate if norm_first else y).to(dtype or x.dtype)
 
 
 # ---- registered ops, and autograd ----
 
-_forward = Registered(
+gated_forward = Registered(
     "gated_rms_norm(Tensor x, Tensor z, Tensor? weight, GatedNormOptions options) -> Tensor",
     kernels.gated_forward,
     lambda x, z, weight, options: x.new_empty(x.shape),
@@ -84,15 +87,14 @@ _forward = Registered(
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, z: Tensor, weight: Any, options: GatedNormOptions, need_dx: bool, need_dz: bool, need_dweight: bool
-) -> tuple[Tensor | None, ...]:
-    needs = (need_dx, need_dz, need_dweight)
-    return tuple(t.new_empty(t.shape) if need else None for t, need in zip((x, z, weight), needs, strict=True))
+    dy: Tensor, x: Tensor, z: Tensor, weight: Any, options: GatedNormOptions, *needs: bool
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return tuple(t.new_empty(t.shape) if need else None for t, need in zip((x, z, weight, dy), needs, strict=True))
 
 
-_backward = Registered(
+gated_backward = Registered(
     "gated_rms_norm_backward(Tensor dy, Tensor x, Tensor z, Tensor? weight, GatedNormOptions options, bool need_dx, "
-    "bool need_dz, bool need_dweight) -> (Tensor?, Tensor?, Tensor?)",
+    "bool need_dz, bool need_dweight, bool rebuild) -> (Tensor?, Tensor?, Tensor?, Tensor?)",
     kernels.gated_backward,
     _backward_fake,
     GatedNormOptions,
@@ -106,7 +108,7 @@ class _GatedNormFunction(torch.autograd.Function):
         ctx.options = options
         ctx.vectors = saved_vectors(ctx, 2, weight)
         ctx.save_for_backward(x, z, weight)
-        return _forward(x, z, weight, options)
+        return gated_forward(x, z, weight, options)
 
     @staticmethod
     @not_twice_differentiable
@@ -114,7 +116,7 @@ class _GatedNormFunction(torch.autograd.Function):
         x, z, weight = ctx.saved_tensors
         need_dx, need_dz, need_dweight = ctx.needs_input_grad[:3]
         if ctx.vectors is None:
-            return *_backward(dy, x, z, weight, ctx.options, need_dx, need_dz, need_dweight), None
+            return *gated_backward(dy, x, z, weight, ctx.options, need_dx, need_dz, need_dweight, False)[:3], None
         grads = vector_grads(ctx.vectors, grad_requests(ctx, 3)[2:])
         assert grads is not None
         into = grads.into(dy, x, z, weight)
@@ -122,7 +124,7 @@ class _GatedNormFunction(torch.autograd.Function):
             (weight,) = grads.wide(weight)
         needs = need_dx, need_dz, *grads.needed()
         targets = {} if into is None else {"into": into.tensors}
-        dx, dz, dweight = _backward(dy, x, z, weight, ctx.options, *needs, **targets)
+        dx, dz, dweight, _ = gated_backward(dy, x, z, weight, ctx.options, *needs, False, **targets)
         return dx, dz, *grads.put(into, dweight), None
 
 
@@ -149,7 +151,7 @@ def variant(call: Call) -> str:
     x, z = call.x, call.z
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
-    options = _options(x, call.eps, call.zero_centered_gamma, call.activation, call.norm_before_gate, call.group_size)
+    options = gated_options(x, call.eps, call.zero_centered_gamma, call.activation, call.norm_before_gate, call.group_size)
     H = x.shape[-1] // options.groups
     rows = "groups" if options.groups > 1 else "rows"
     ahead, back = kernels.gated_forward_tiles(H, x.element_size()), kernels.backward_tiles_for(x, z, options)
@@ -162,7 +164,7 @@ def variant(call: Call) -> str:
     return f"{said}; {' and '.join(copied)} copied, as it lies; keeps x and z" if copied else f"{said}; keeps x and z"
 
 
-def _check(
+def check_gated_norm(
     x: Tensor, z: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool, activation: str, group_size: int | None
 ) -> None:
     check_norm(x, eps)
@@ -217,26 +219,26 @@ def gated_rms_norm(
             "gated_rms_norm", x=x, z=z, weight=weight, eps=eps, zero_centered_gamma=zero_centered_gamma, activation=activation,
             norm_before_gate=norm_before_gate, group_size=group_size, backend=backend,
         )  # fmt: skip
-    _check(x, z, weight, eps, zero_centered_gamma, activation, group_size)
+    check_gated_norm(x, z, weight, eps, zero_centered_gamma, activation, group_size)
     chosen = choose("gated_rms_norm", backend, unsupported(x, group_size))
     if chosen not in NATIVE:
         return run_other(  # type: ignore[no-any-return]
             "gated_rms_norm", chosen, x, z, weight, eps, zero_centered_gamma=zero_centered_gamma, activation=activation,
             norm_before_gate=norm_before_gate, group_size=group_size,
         )  # fmt: skip
-    options = _options(x, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
+    options = gated_options(x, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     if chosen == "torch" or x.numel() == 0:
-        formula = partial(_formula, options=options)
+        formula = partial(gated_formula, options=options)
         return run_formula(formula, "input", x, shared=with_fp32_grads(weight), per_row=(z,))  # type: ignore[no-any-return]
     weight = contiguous_param(weight)
     if not needs_grad(x, z, weight):
-        return _forward(x, z, weight, options)  # type: ignore[no-any-return]
+        return gated_forward(x, z, weight, options)  # type: ignore[no-any-return]
     return _apply(x, z, weight, options)  # type: ignore[no-any-return]
 
 
 define_op(
     gated_rms_norm,
-    check=lambda call: _check(
+    check=lambda call: check_gated_norm(
         call.x, call.z, call.weight, call.eps, call.zero_centered_gamma, call.activation, call.group_size
     ),
     unsupported=lambda call: unsupported(call.x, call.group_size),

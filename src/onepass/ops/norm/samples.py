@@ -1,8 +1,9 @@
-"""Sample calls of layer_norm, rms_norm, gated_rms_norm and norm_linear."""
+"""Sample calls of layer_norm, rms_norm, gated_rms_norm, norm_linear and gated_norm_linear."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from onepass.kernels.fp8_tile import new_notes
 from onepass.ops.norm import fp8
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference
+from onepass.ops.norm.gated_norm_linear import gated_norm_linear, gated_norm_linear_reference
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -30,6 +32,9 @@ SAMPLES = {
     "rms_norm": Sample(partial(random_tensors, ((11, 203), (203,))), rms_norm_reference),
     "gated_rms_norm": Sample(partial(random_tensors, ((5, 11, 40), (5, 11, 40), (40,))), gated_rms_norm_reference),
     "norm_linear": Sample(partial(random_tensors, ((11, 203), (203,), (29, 203))), norm_linear_reference),
+    "gated_norm_linear": Sample(
+        partial(random_tensors, ((11, 203), (11, 203), (203,), (29, 203))), gated_norm_linear_reference
+    ),
     "layer_norm: residual": Sample(
         partial(random_tensors, ((11, 203), (203,), (203,), (11, 203))),
         layer_norm_reference,
@@ -43,6 +48,16 @@ SAMPLES = {
         partial(random_tensors, ((11, 203), (11, 203), (203,))),
         gated_rms_norm_reference,
         {"norm_before_gate": False, "group_size": 29, "activation": "sigmoid", "zero_centered_gamma": True},
+    ),
+    "gated_norm_linear: heads": Sample(
+        partial(random_tensors, ((3, 5, 160), (3, 5, 160), (40,), (29, 160), (29,))),
+        gated_norm_linear_reference,
+        {"group_size": 40, "activation": "sigmoid", "zero_centered_gamma": True},
+    ),
+    "gated_norm_linear: the gate first": Sample(
+        partial(random_tensors, ((11, 203), (11, 203), (203,), (29, 203))),
+        gated_norm_linear_reference,
+        {"norm_before_gate": False, "group_size": 29},
     ),
     "norm_linear: all outputs": Sample(
         partial(random_tensors, ((3, 5, 203), (203,), (29, 203), (29,), (203,), (3, 5, 203))),
@@ -58,6 +73,11 @@ SHAPES_OF = {
     "rms_norm": {"residual": lambda x, given: x.shape},
     "gated_rms_norm": {"z": lambda x, given: x.shape},
     "norm_linear": {"residual": lambda x, given: x.shape, "bias": lambda x, given: given["weight"][:1]},
+    "gated_norm_linear": {
+        "z": lambda x, given: x.shape,
+        "norm_weight": lambda x, given: (given.get("group_size") or x.shape[-1],),
+        "bias": lambda x, given: given["weight"][:1],
+    },
 }
 
 
@@ -137,11 +157,28 @@ def _random_norm_linear(draw: Draw) -> RandomCall:
     return RandomCall(tensors, given, formula, products=True, results=fp8_error(precision))
 
 
+def _random_gated_norm_linear(draw: Draw) -> RandomCall:
+    gated = _random_gated_norm(draw)
+    shape, dtype = gated.tensors["x"].shape, gated.tensors["x"].dtype
+    width, group_size = shape[-1], gated.options["group_size"]
+    precision = draw.precision(dtype) if width % 16 == 0 else None
+    norm_weight = gated.tensors.pop("weight", None)
+    if norm_weight is not None:
+        shared = group_size is not None and draw.flag()
+        gated.tensors["norm_weight"] = replace(norm_weight, shape=(group_size if shared else width,))
+    tensors = gated.tensors | linear_tensors(draw, width, dtype, precision)
+    missing: dict[str, Any] = {} if norm_weight is not None else {"norm_weight": None}
+    formula = partial(gated_norm_linear_reference, **missing, **gated.options)
+    given = {**missing, **gated.options, "precision": precision}
+    return RandomCall(tensors, given, formula, products=True, results=fp8_error(precision))
+
+
 RANDOM_CALLS = {
     "layer_norm": partial(_random_norm, True),
     "rms_norm": partial(_random_norm, False),
     "gated_rms_norm": _random_gated_norm,
     "norm_linear": _random_norm_linear,
+    "gated_norm_linear": _random_gated_norm_linear,
 }
 
 # ---- calls that launch every kernel, in every form that is shipped ----
@@ -208,6 +245,10 @@ def _gated_norm_calls() -> Iterator[CoveringCall]:
     for width in (128, 4096, 5120, 8192):
         yield _gated_norm_call(width, torch.float32)
         yield _gated_norm_call(width, norm_before_gate=False)
+    for width in (64, 128, 256, 2048, 4096, 5120, 8192):  # backward makes the rows again
+        yield _gated_norm_linear_call(width)
+    for width in (128, 1024):
+        yield _gated_norm_linear_call(width, norm_before_gate=False)
 
 
 def _gated_norm_call(
@@ -225,6 +266,18 @@ def _gated_norm_call(
 
     said = [f"{name}={value}" for name, value in options.items()]
     return CoveringCall(" ".join(filter(None, ("gated_rms_norm", f"{groups}x{width}", option, *said))), dtype, run)
+
+
+def _gated_norm_linear_call(head: int, norm_before_gate: bool = True) -> CoveringCall:
+    dtype, width = torch.bfloat16, head * max(1, 4096 // head)
+
+    def run() -> Tensor:
+        x, z = (meta(2048, width, dtype=dtype) for _ in range(2))
+        norm_weight, weight = meta(head if norm_before_gate else width, dtype=dtype), meta(64, width, dtype=dtype)
+        options = {"group_size": head, "norm_before_gate": norm_before_gate}
+        return gated_norm_linear(x, z, norm_weight, weight, backend="triton", **options)  # type: ignore[arg-type]
+
+    return CoveringCall(f"gated_norm_linear {width // head}x{head}{'' if norm_before_gate else ' gate first'}", dtype, run)
 
 
 def _norm_linear_calls() -> Iterator[CoveringCall]:

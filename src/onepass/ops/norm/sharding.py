@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from onepass.runtime.sharding import (
+    PARTIAL,
     WHOLE,
     Layout,
     Output,
     Split,
+    add_bias_once,
     all_as,
     first_split,
     leading_split,
@@ -51,6 +53,28 @@ def shard_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int
         return Layout(inputs, outputs=[y, *[WHOLE] * more], group="tp_group", options={"sequence_parallel": False})
     inputs = {"x": WHOLE, **vectors, "weight": 0, "bias": 0}  # dx is summed by the reduce-scatter that divides it
     return Layout(inputs, {name: sum_over(0) for name in ("x", *vectors)}, outputs=y)
+
+
+def shard_gated_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided where the weight is whole. Its rows divide y's columns; its columns divide groups and make y a sum."""
+    refuse(given, "tp_group", "deferred", "precision")
+    x, weight, norm_weight, width = given["x"], given["weight"], given["norm_weight"], given["group_size"]
+    last = x.dim() - 1
+    if at["weight"] == 0:
+        alike = "x", "z", "norm_weight"
+        inputs: dict[str, Split] = all_as(WHOLE, *alike) | {"weight": 0, "bias": 0}
+        return Layout(inputs, all_as(PARTIAL, *alike), (last, weight.shape[0]))
+    if at["weight"] == 1:
+        if width is None or x.shape[-1] % (ranks * width):
+            refuse_split("weight", 1, "Shard(0) or Replicate, as each rank needs whole groups of x")
+        shared = norm_weight is not None and norm_weight.shape[0] == width
+        inputs = {"x": last, "z": last, "norm_weight": WHOLE if shared else 0, "weight": 1, "bias": WHOLE}
+        sums = ("bias", "norm_weight") if shared else ("bias",)
+        return Layout(inputs, all_as(PARTIAL, *sums), PARTIAL, adapt=add_bias_once)
+    rows = _rows(given, at)
+    whole = "norm_weight", "weight", "bias"
+    inputs = all_as(WHOLE, *whole) | all_as(rows, "x", "z")
+    return Layout(inputs, all_as(sum_over(rows), *whole), split_output(rows, x))
 
 
 def _rows(given: dict[str, Any], at: Mapping[str, Split]) -> Split:

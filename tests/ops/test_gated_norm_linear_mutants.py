@@ -1,0 +1,35 @@
+"""Each mutant is a small, plausible slip, and the two ops that gated_norm_linear stands for betray it."""
+
+import pytest
+from ops.calls import needs_triton
+from ops.test_gated_norm_linear import LINEAR, is_right
+
+from onepass.ops.norm import gated_kernels, gated_rows
+from onepass.product import function
+from onepass.testing.interpreter_bounds import OutOfBoundsError
+from onepass.testing.mutants import copy_package, mutate
+
+MUTANTS = {
+    "rows without the norm's weight": (gated_rows, "GatedNormRows.rows", "gates, norm_weight", "gates, None"),
+    "rows of x before the gate": (gated_kernels, "_gated_backward_kernel", "gated_output(x, z, weight, eps, H, NORM_FIRST", "gated_output(x, z, weight, eps, H, True"),
+    "rows again without a weight": (gated_kernels, "_gated_backward_kernel", "gated_output(x, z, weight", "gated_output(x, z, 1.0"),
+    "rows again a group after another": (gated_kernels, "_gated_backward_kernel", "y_ptr + at,", "y_ptr + rows[:, None] * H + columns[None, :],"),
+    "rows again over x": (gated_kernels, "gated_backward", "y = dy if into_dy and dy.is_contiguous() else", "y = x if into_dy else"),
+    "dz is dx": (gated_rows, "GatedNormRows.backward", "shaped[0], dweight, shaped[1]", "shaped[0], dweight, shaped[0]"),
+    "heads have weights of their own": (gated_rows, "GatedNormRows._by_head", "self.head == x.shape[-1]", "True"),
+    "the weight's gradient of d rows": (function, "_alone", "product.start_input(prologue, kept, made, later=later)", "(lambda: product.output_gradient(dy, weight, None, True, False, later=False)[0])"),
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    try:
+        assert not is_right(mutate(*MUTANTS[name], entry=LINEAR))
+    except (RuntimeError, ValueError, TypeError, OutOfBoundsError):  # shapes that no product takes, and addresses outside
+        assert name == "heads have weights of their own"
+
+
+@needs_triton
+def test_a_copy_without_a_change_passes():
+    assert is_right(copy_package(LINEAR))
