@@ -75,6 +75,12 @@ def test_bits_are_those_of_the_two_ops(dtype, backend):
     assert is_right(LINEAR, backend, dtype=dtype)
 
 
+@needs_triton
+def test_wide_rows_are_made_again_by_forwards_kernel(monkeypatch):
+    monkeypatch.setattr(gated_rows, "WIDEST_REBUILT", HEAD - 1)
+    assert is_right(LINEAR, dtype=BF16)
+
+
 @backends
 @options_of
 def test_it_is_the_formula(options, backend):

@@ -17,6 +17,9 @@ Eight bits: the activation goes from fp32 to codes, in its own pass, and backwar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -79,24 +82,18 @@ def _traced(
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, activation_bias: Tensor | None, token_weight: Tensor | None,
-    clamp: float | None, linear_offset: float, save: str, tp_group: dist.ProcessGroup | None, sequence_parallel: bool,
-) -> Activation:  # fmt: skip
+_OF_ACTIVATION = "x", "activation_bias", "activation", "token_weight", "clamp", "linear_offset", "save"
+
+
+def _check(call: Mapping[str, Any]) -> Activation:
     """Raise where an argument is wrong, else return the activation."""
-    act = kernels.check_activation(x, activation_bias, activation, token_weight, clamp, linear_offset, save, "activation_bias")
-    check_linear(x, x.shape[-1] // act.parts, weight, bias)
-    if sequence_parallel:
-        check_divisible(x, tp_group)
+    x = call["x"]
+    act = kernels.check_activation(*[call[name] for name in _OF_ACTIVATION], bias_name="activation_bias")
+    check_linear(x, x.shape[-1] // act.parts, call["weight"], call["bias"])
+    if call["sequence_parallel"]:
+        check_divisible(x, call["tp_group"])
+    check_deferred(call["deferred"], call["weight"])
     return act
-
-
-def _check_call(call: Call) -> None:
-    _check(
-        call.x, call.weight, call.bias, call.activation, call.activation_bias, call.token_weight,
-        call.clamp, call.linear_offset, call.save, call.tp_group, call.sequence_parallel,
-    )  # fmt: skip
-    check_deferred(call.deferred, call.weight)
 
 
 def _variant(call: Call) -> str:
@@ -147,29 +144,23 @@ def activation_linear(
     Returns:
         ``[..., N]`` in x's type. The activation is computed in fp32 and rounded once, as an operand of the product.
     """
+    call = dict(
+        x=x, weight=weight, bias=bias, activation=activation, activation_bias=activation_bias, token_weight=token_weight,
+        clamp=clamp, linear_offset=linear_offset, save=save, tp_group=tp_group, sequence_parallel=sequence_parallel,
+        deferred=deferred, precision=precision,
+    )  # fmt: skip
     if has_dtensor(x, weight):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "activation_linear", x=x, weight=weight, bias=bias, activation=activation, activation_bias=activation_bias,
-            token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, save=save, tp_group=tp_group,
-            sequence_parallel=sequence_parallel, deferred=deferred, precision=precision, backend=backend,
-        )  # fmt: skip
-    act = _check(
-        x, weight, bias, activation, activation_bias, token_weight, clamp, linear_offset, save, tp_group, sequence_parallel
-    )
-    deferred = check_deferred(deferred, weight)
+        return run_on_shards("activation_linear", **call, backend=backend)  # type: ignore[no-any-return]
+    act = _check(call)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
         kernels.check_finite(x)
     layout = tp_layout(tp_group, by_row=True, sequence=sequence_parallel)
     chosen = choose("activation_linear", backend, kernels.activation_unsupported(x, act))
     if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
-            "activation_linear", chosen, x, weight, bias, activation,
-            activation_bias=activation_bias, token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, save=save,
-            tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
-        )  # fmt: skip
+        return run_other("activation_linear", chosen, **call)  # type: ignore[no-any-return]
     use_triton = chosen == "triton" and x.numel() > 0
-    product = product_for(precision, x, weight, layout, deferred)
+    product = product_for(precision, x, weight, layout, check_deferred(deferred, weight))
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
     if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
         return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product)
@@ -182,7 +173,7 @@ def activation_linear(
 
 define_op(
     activation_linear,
-    check=_check_call,
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
     sharding=shard_activation_linear,

@@ -28,6 +28,7 @@ from onepass.ops.norm.backward import finish_sums
 from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_memory
 
 WIDEST = 8192  # columns that a program of 512 threads holds of x, z and dy
+WIDEST_REBUILT = 2048  # columns of which backward makes y again, too: a thread has no registers for that of wider rows
 
 
 class GatedNormOptions(NamedTuple):
@@ -243,16 +244,16 @@ def gated_forward(x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNor
 
 
 def gated_backward(
-    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions,
-    need_dx: bool, need_dz: bool, need_dweight: bool, rebuild: bool = False,
-    *, into: Sequence[Tensor | None] | None = None, into_dy: bool = False, keep_scratch: bool = True,
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions, *needs: bool,
+    into: Sequence[Tensor | None] | None = None, into_dy: bool = False, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx, dz, dweight, and y where `rebuild`, in dy's type.
+    """Return dx, dz, dweight, and y again in dy's type: each where it is needed.
 
     Args:
         into: a contiguous tensor that dweight is added to.
         into_dy: y may be written over dy.
     """
+    need_dx, need_dz, need_dweight, rebuild = needs
     width, groups = x.shape[-1], options.groups
     M = x.numel() // width
     tiles = backward_tiles_for(x, z, options)

@@ -1,7 +1,7 @@
 """The prologue of gated_norm_linear: rms_norm(x) * act(z), or the gate first, as rows. x and z are kept.
 
-Backward writes the rows again over their gradient, in the pass that makes the gradients of x, z and norm_weight. For a product in
-eight bits the rows are cast, in a pass of their own.
+Backward writes the rows again over their gradient, in the pass that makes the gradients of x, z and norm_weight; wide ones by
+forward's kernel, after that. For a product in eight bits the rows are cast, in a pass of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.vectors import VectorGrads
-from onepass.ops.norm.gated_kernels import GatedNormOptions
+from onepass.ops.norm.gated_kernels import WIDEST_REBUILT, GatedNormOptions
 from onepass.ops.norm.gated_norm import gated_backward, gated_formula, gated_forward
 from onepass.product.fp8.in_graph import GraphRows
 from onepass.product.fp8.prologue import Codes
@@ -69,7 +69,11 @@ class GatedNormRows(NamedTuple):
         if self.use_triton:
             direct: dict[str, Any] = {} if into is None else {"into": into.tensors}
             direct |= {"into_dy": ours}
-            found = gated_backward(dy, heads, gates, norm_weight, self.options, of_x, of_z, of_weight, rebuild, **direct)
+            apart = rebuild and self.head // self.options.groups > WIDEST_REBUILT
+            needs = of_x, of_z, of_weight, rebuild and not apart
+            found = gated_backward(dy, heads, gates, norm_weight, self.options, *needs, **direct)
+            if apart:
+                found = *found[:3], gated_forward(heads, gates, kept[1], self.options)
         else:
             found = _backward_by_formula(dy, heads, norm_weight, gates, self.options, (of_x, of_weight, of_z))
         grad_x, grad_z, dweight, rows = found
