@@ -29,6 +29,8 @@ LESS_CLOSE = {
 REFUSED = {  # op, tensor and placement -> what to do
     ("activation_linear", "weight", "S(1)"): "to Shard(0) or Replicate, as a gated activation needs whole rows",
     ("norm_linear", "weight", "S(1)"): "to Shard(0) or Replicate, as a norm needs whole rows",
+    ("gated_norm_linear: rows", "weight", "S(1)"): "as each rank needs whole groups of x",
+    ("gated_norm_linear: the gate first", "weight", "S(1)"): "as each rank needs whole groups of x",
     ("linear_cross_entropy", "weight", "S(1)"): "redistribute weight",
     ("linear_divergence", "student_weight", "S(1)"): "redistribute student_weight",
     ("linear_divergence", "teacher_weight", "S(1)"): "redistribute teacher_weight",
@@ -142,9 +144,9 @@ def test_results_and_gradients_are_those_of_plain_tensors(group, op, by):
         ("rms_norm: residual", "residual", "S(0)", ["S(0)", "S(0)"]),
         ("gated_rms_norm", "z", "S(1)", ["S(1)"]),
         ("gated_rms_norm: the gate first", "x", "S(1)", ["R"]),
-        ("gated_norm_linear", "weight", "S(0)", ["S(1)"]),
-        ("gated_norm_linear: heads", "weight", "S(1)", [SUM]),
-        ("gated_norm_linear: heads", "z", "S(0)", ["S(0)"]),
+        ("gated_norm_linear", "weight", "S(0)", ["S(2)"]),
+        ("gated_norm_linear", "weight", "S(1)", [SUM]),
+        ("gated_norm_linear", "z", "S(0)", ["S(0)"]),
         ("softmax", "x", "S(0)", ["S(0)"]),
         ("linear", "weight", "S(0)", ["S(2)"]),
         ("linear", "weight", "S(1)", [SUM]),
@@ -173,15 +175,22 @@ def test_results_are_divided_by_the_rule(group, name, argument, way, lie):
     assert attempts(name, "torch")[argument, way]["results lie"] == lie
 
 
+def _named_in(record):
+    """Return the arguments that a dictionary's display has, or a call of a NamedTuple: by name, or as they come."""
+    if isinstance(record, ast.Dict):
+        return {key.value for key in record.keys}
+    return {arg.id for arg in record.args} | {keyword.arg for keyword in record.keywords}
+
+
 def test_calls_give_all_arguments():
     """What a public function forgot to hand to `run_on_shards` would silently be its default."""
     for name, op in OPS.items():
         function = ast.parse(inspect.getsource(op.function)).body[0]
         call = next(c for c in ast.walk(function) if isinstance(c, ast.Call) and getattr(c.func, "id", "") == "run_on_shards")
         given = {k.arg for k in call.keywords if k.arg}
-        if any(k.arg is None for k in call.keywords):  # and those of the record `given`
-            record = next(n.value for n in function.body if isinstance(n, ast.Assign) and n.targets[0].id == "given")
-            given |= {key.value for key in record.keys}
+        if any(k.arg is None for k in call.keywords):  # and those of the call's record
+            record = next(n.value for n in function.body if isinstance(n, ast.Assign))
+            given |= _named_in(record)
         assert given == {*inspect.signature(op.function).parameters}, name
 
 

@@ -82,17 +82,17 @@ def _traced(
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-_OF_ACTIVATION = "x", "activation_bias", "activation", "token_weight", "clamp", "linear_offset", "save"
-
-
-def _check(call: Mapping[str, Any]) -> Activation:
+def _check(given: Mapping[str, Any]) -> Activation:
     """Raise where an argument is wrong, else return the activation."""
-    x = call["x"]
-    act = kernels.check_activation(*[call[name] for name in _OF_ACTIVATION], bias_name="activation_bias")
-    check_linear(x, x.shape[-1] // act.parts, call["weight"], call["bias"])
-    if call["sequence_parallel"]:
-        check_divisible(x, call["tp_group"])
-    check_deferred(call["deferred"], call["weight"])
+    x = given["x"]
+    act = kernels.check_activation(
+        x, given["activation_bias"], given["activation"], given["token_weight"], given["clamp"], given["linear_offset"],
+        given["save"], "activation_bias",
+    )  # fmt: skip
+    check_linear(x, x.shape[-1] // act.parts, given["weight"], given["bias"])
+    if given["sequence_parallel"]:
+        check_divisible(x, given["tp_group"])
+    check_deferred(given["deferred"], given["weight"])
     return act
 
 
@@ -144,21 +144,21 @@ def activation_linear(
     Returns:
         ``[..., N]`` in x's type. The activation is computed in fp32 and rounded once, as an operand of the product.
     """
-    call = dict(
-        x=x, weight=weight, bias=bias, activation=activation, activation_bias=activation_bias, token_weight=token_weight,
-        clamp=clamp, linear_offset=linear_offset, save=save, tp_group=tp_group, sequence_parallel=sequence_parallel,
-        deferred=deferred, precision=precision,
-    )  # fmt: skip
+    given = {
+        "x": x, "weight": weight, "bias": bias, "activation": activation, "activation_bias": activation_bias,
+        "token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save, "tp_group": tp_group,
+        "sequence_parallel": sequence_parallel, "deferred": deferred, "precision": precision,
+    }  # fmt: skip
     if has_dtensor(x, weight):
-        return run_on_shards("activation_linear", **call, backend=backend)  # type: ignore[no-any-return]
-    act = _check(call)
+        return run_on_shards("activation_linear", **given, backend=backend)  # type: ignore[no-any-return]
+    act = _check(given)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
         kernels.check_finite(x)
     layout = tp_layout(tp_group, by_row=True, sequence=sequence_parallel)
     chosen = choose("activation_linear", backend, kernels.activation_unsupported(x, act))
     if chosen not in NATIVE:
-        return run_other("activation_linear", chosen, **call)  # type: ignore[no-any-return]
+        return run_other("activation_linear", chosen, **given)  # type: ignore[no-any-return]
     use_triton = chosen == "triton" and x.numel() > 0
     product = product_for(precision, x, weight, layout, check_deferred(deferred, weight))
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)

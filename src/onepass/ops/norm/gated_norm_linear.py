@@ -165,11 +165,12 @@ def gated_norm_linear(
     Returns:
         ``[..., N]`` in x's type. The gated norm is computed in fp32 and rounded once, as an operand of the product.
     """
-    given = dict(
-        x=x, z=z, norm_weight=norm_weight, weight=weight, bias=bias, eps=eps, zero_centered_gamma=zero_centered_gamma,
-        activation=activation, norm_before_gate=norm_before_gate, group_size=group_size, tp_group=tp_group,
-        sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
-    )  # fmt: skip
+    given = {
+        "x": x, "z": z, "norm_weight": norm_weight, "weight": weight, "bias": bias, "eps": eps,
+        "zero_centered_gamma": zero_centered_gamma, "activation": activation, "norm_before_gate": norm_before_gate,
+        "group_size": group_size, "tp_group": tp_group, "sequence_parallel": sequence_parallel, "deferred": deferred,
+        "precision": precision,
+    }  # fmt: skip
     if has_dtensor(x, z, weight):
         return run_on_shards("gated_norm_linear", **given, backend=backend)  # type: ignore[no-any-return]
     _check(given)

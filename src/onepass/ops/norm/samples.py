@@ -33,7 +33,7 @@ SAMPLES = {
     "gated_rms_norm": Sample(partial(random_tensors, ((5, 11, 40), (5, 11, 40), (40,))), gated_rms_norm_reference),
     "norm_linear": Sample(partial(random_tensors, ((11, 203), (203,), (29, 203))), norm_linear_reference),
     "gated_norm_linear": Sample(
-        partial(random_tensors, ((11, 203), (11, 203), (203,), (29, 203))), gated_norm_linear_reference
+        partial(random_tensors, ((3, 5, 160), (3, 5, 160), (40,), (29, 160))), gated_norm_linear_reference, {"group_size": 40}
     ),
     "layer_norm: residual": Sample(
         partial(random_tensors, ((11, 203), (203,), (203,), (11, 203))),
@@ -49,10 +49,10 @@ SAMPLES = {
         gated_rms_norm_reference,
         {"norm_before_gate": False, "group_size": 29, "activation": "sigmoid", "zero_centered_gamma": True},
     ),
-    "gated_norm_linear: heads": Sample(
-        partial(random_tensors, ((3, 5, 160), (3, 5, 160), (40,), (29, 160), (29,))),
+    "gated_norm_linear: rows": Sample(
+        partial(random_tensors, ((11, 203), (11, 203), (203,), (29, 203), (29,))),
         gated_norm_linear_reference,
-        {"group_size": 40, "activation": "sigmoid", "zero_centered_gamma": True},
+        {"activation": "sigmoid", "zero_centered_gamma": True},
     ),
     "gated_norm_linear: the gate first": Sample(
         partial(random_tensors, ((11, 203), (11, 203), (203,), (29, 203))),
