@@ -57,7 +57,7 @@ def measure(name, clock):
         report(f"{said}, eight bits", partial(scaled_grouped_product, *codes, ends, BF16))
     report("cast of x by row", lambda: cast_rows(x.detach()), 3 * x.numel())
     report("cast of the weight by row", lambda: cast_rows(up.detach()), 3 * up.numel())
-    report("cast of the weight's columns, turned", lambda: cast_columns(up.detach()), 5 * up.numel())
+    report("cast of the weight's columns, transposed", lambda: cast_columns(up.detach()), 5 * up.numel())
 
     def call(precision):
         h = grouped_linear(x, up, ends, precision)

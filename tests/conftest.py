@@ -84,10 +84,10 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def fp8_by_formula(monkeypatch):
     """Cast and scale for eight bits by formulas, which the backend doesn't choose."""
-    from onepass.kernels import fp8_cast, fp8_turn
+    from onepass.kernels import fp8_cast, fp8_transpose
     from onepass.product.fp8 import scales as fp8_scales
 
-    for module in (fp8_cast, fp8_turn, fp8_scales):
+    for module in (fp8_cast, fp8_transpose, fp8_scales):
         monkeypatch.setattr(module, "triton_unsupported", lambda x: "the formula is wanted")
 
 

@@ -92,14 +92,14 @@ def by_rows(x, dtype, module=fp8_cast):
 def by_tensor(x, dtype, scale, module=fp8_cast):
     amax, past, _ = fp8_tile.new_notes(DEVICE)
     with poisoned(), unchanged(x=x):
-        codes, turned = module.cast_tensor(x, FP8Target(dtype, scale, amax, past), turned=True)
+        codes, transposed = module.cast_tensor(x, FP8Target(dtype, scale, amax, past), transposed=True)
     exact = fp8.quantise(x, scale, dtype)
     rows = exact.view(math.prod(x.shape[:-1]), x.shape[-1])
-    assert turned.shape == (x.shape[-1], -(-len(rows) // 16) * 16) and turned.is_contiguous()
+    assert transposed.shape == (x.shape[-1], -(-len(rows) // 16) * 16) and transposed.is_contiguous()
     return (
         bits(codes).equal(bits(exact))
-        and bits(turned[:, : len(rows)]).equal(bits(rows.t()))
-        and not turned[:, len(rows) :].view(torch.uint8).any()
+        and bits(transposed[:, : len(rows)]).equal(bits(rows.t()))
+        and not transposed[:, len(rows) :].view(torch.uint8).any()
         and amax.view(torch.float32).max().equal(fp8.finite_amax(x))
         and past.sum().equal(fp8.saturated(x, scale, dtype).long())
     )
@@ -140,11 +140,11 @@ def test_wherever_it_lies(layout):
 @needs_triton
 def test_one_of_the_two_is_written_without_the_other():
     x = torch.randn(20, 48, device=DEVICE)
-    both = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)), turned=True)
+    both = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)), transposed=True)
     plain, none = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)))
     assert none is None and bits(plain).equal(bits(both[0]))
-    none, turned = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)), codes=False, turned=True)
-    assert none is None and bits(turned).equal(bits(both[1]))
+    none, transposed = fp8_cast.cast_tensor(x, FP8Target(E4M3, at(4.0)), codes=False, transposed=True)
+    assert none is None and bits(transposed).equal(bits(both[1]))
 
 
 COLUMN_SHAPES = ((16, 1), (64, 64), (3, 48, 203), (2, 2, 1040, 72), (5, 600, 136))
@@ -171,7 +171,7 @@ COLUMN_MUTANTS = {
     "another matrix's scales": ("_columns_kernel", "tl.load(amax_ptr + matrix * K", "tl.load(amax_ptr + 0 * K"),
     "rows of the next matrix": ("_column_amax_kernel", "(rows < N)[:, None]", "(rows < N + 1)[:, None]"),
     "only the first rows count": ("_column_amax_kernel", "* STEPS + step", "* STEPS"),
-    "another matrix's place": ("_columns_kernel", "turned_ptr + matrix * K * (N // QUAD)", "turned_ptr + matrix * (N // QUAD)"),
+    "another matrix's place": ("_columns_kernel", "_ptr + matrix * K * (N // QUAD)", "_ptr + matrix * (N // QUAD)"),
 }
 
 
@@ -194,7 +194,7 @@ MUTANTS = {
     "no subnormal numbers": (device_functions, "operand_codes", "held < normal_from, small", "held < normal_from, 0"),
     "an infinity saturates": (device_functions, "operand_codes", 'float("inf"), infinite, code)', 'float("inf"), code, code)'),
     "NaN is a number": (device_functions, "operand_codes", "tl.where(x == x, code, 0x7F)", "code"),
-    "rows past the last": (fp8_tile, "store_turned", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "rows past the last": (fp8_tile, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
     "an infinity is the largest": (
         device_functions,
         "finite_sizes",

@@ -133,13 +133,13 @@ def rows_of(t):
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
-def turned_right(turned, rows):
-    """Whether codes are those of rows, bit for bit, turned, with zeros after the last row."""
+def transposed_right(transposed, rows):
+    """Whether codes are those of rows, bit for bit, transposed, with zeros after the last row."""
     return (
-        turned.shape == (rows.shape[1], -(-len(rows) // 16) * 16)
-        and turned.is_contiguous()
-        and turned[:, : len(rows)].view(torch.uint8).equal(rows.view(torch.uint8).t())
-        and not turned[:, len(rows) :].view(torch.uint8).any()
+        transposed.shape == (rows.shape[1], -(-len(rows) // 16) * 16)
+        and transposed.is_contiguous()
+        and transposed[:, : len(rows)].view(torch.uint8).equal(rows.view(torch.uint8).t())
+        and not transposed[:, len(rows) :].view(torch.uint8).any()
     )
 
 
@@ -175,8 +175,8 @@ def backward_right(case, module=real, use_triton=True):
     _, dx, dbias, dweight = exact(case, x, bias, weight, dy, wide_type(use_triton))
     return (
         alike(ours.dx, fp8.quantise(dx, dx_target.scale, case.to))
-        and turned_right(ours.dx_turned, rows_of(ours.dx))
-        and turned_right(ours.y_turned, rows_of(y_codes))
+        and transposed_right(ours.dx_transposed, rows_of(ours.dx))
+        and transposed_right(ours.y_transposed, rows_of(y_codes))
         and close_amax(dx_target, fp8.finite_amax(dx))
         and close_count(dx_target, fp8.saturated(dx, dx_target.scale, case.to))
         and sums_right(ours.dbias, dbias, bias, len(rows_of(x)))
@@ -224,8 +224,8 @@ def test_nothing(case, use_triton):
         dy, x, bias, weight, case.options, noted, noted,
         need_dbias=True, need_dtoken_weight=weight is not None, use_triton=use_triton,
     )  # fmt: skip
-    assert ours.dx.shape == x.shape and ours.dx_turned.shape == (x.shape[-1], -(-M // 16) * 16)
-    assert ours.y_turned.shape == (case.H, -(-M // 16) * 16)
+    assert ours.dx.shape == x.shape and ours.dx_transposed.shape == (x.shape[-1], -(-M // 16) * 16)
+    assert ours.y_transposed.shape == (case.H, -(-M // 16) * 16)
     assert ours.dbias.equal(torch.zeros_like(bias)) and not noted.amax.any()
 
 
@@ -242,7 +242,7 @@ def test_no_infinity_and_no_nan_becomes_a_number(activation, use_triton):
         dy, x, bias, weight, case.options, target(E5M2, 1.0), target(E4M3, 1.0), use_triton=use_triton
     )
     assert ours.dx.float().isfinite().equal(dx.isfinite())
-    assert ours.y_turned[:, : len(y)].float().isnan().equal(~y.isfinite().t())
+    assert ours.y_transposed[:, : len(y)].float().isnan().equal(~y.isfinite().t())
 
 
 @ways
@@ -273,9 +273,9 @@ def test_outputs_are_left_out_one_by_one(use_triton):
     quiet = target(E4M3, 64.0, noted=False)
     whole = backward(dy, quiet, quiet, need_dbias=True, need_dtoken_weight=True)
     for name, found in {
-        "dx": backward(dy, quiet, None, turned=False),
-        "dx_turned": backward(dy, quiet, None, codes=False),
-        "y_turned": backward(None, None, quiet),
+        "dx": backward(dy, quiet, None, transposed=False),
+        "dx_transposed": backward(dy, quiet, None, codes=False),
+        "y_transposed": backward(None, None, quiet),
         "dbias": backward(dy, None, None, need_dbias=True),
         "dtoken_weight": backward(dy, None, None, need_dtoken_weight=True),
     }.items():
@@ -329,8 +329,8 @@ MUTANTS = {
     "no bias on the linear half": (fp8_kernels, "_load_part", "bias_ptr, columns + PART * H,", "bias_ptr, columns,"),
     "no token weight in y": (fp8_kernels, BACKWARD, "y = y * weight", "y = y * 1.0"),
     "y past the last row": (fp8_kernels, BACKWARD, "y = tl.where(inside, y, 0.0)", "y = y * 1.0"),
-    "turned past the last row": (fp8_tile, "store_turned", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
-    "halves of dx turned over each other": (fp8_kernels, BACKWARD, "quads, columns + part * H, M", "quads, columns, M"),
+    "transposed past the last row": (fp8_tile, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "halves of dx transposed over each other": (fp8_kernels, BACKWARD, "quads, columns + part * H, M", "quads, columns, M"),
     "halves of dx in one place": (fp8_kernels, BACKWARD, "(columns + part * H)[None, :]", "columns[None, :]"),
     "the other half's clamp": (fp8_kernels, BACKWARD, "tl.where(passes, dz, 0.0)", "tl.where(passes2, dz, 0.0)"),
     "the second half isn't noted": (fp8_tile, "note_tiles", f"{NOTED}(COUNT)", f"{NOTED}(COUNT - 1)"),

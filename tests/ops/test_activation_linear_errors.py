@@ -12,7 +12,7 @@ x, weight, bias, wide = torch.ones(2, 12), torch.ones(3, 6), torch.ones(3), torc
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
     "half a pair": ((x[:, :11], weight), {}, ValueError, ("x must have an even last dimension", "11")),
     "weight of x's width": ((x, torch.ones(3, 12)), {}, ValueError, ("weight must have shape (N, 6)", "(3, 12)")),
-    "weight turned": ((x, weight.T), {}, ValueError, ("weight must have shape (N, 6)", "(6, 3)")),
+    "weight transposed": ((x, weight.T), {}, ValueError, ("weight must have shape (N, 6)", "(6, 3)")),
     "weight of another type": ((x, weight.bfloat16()), {}, TypeError, ("weight must", "float32", "bfloat16")),
     "bias of another type": ((x, weight, bias.half()), {}, TypeError, ("bias must", "float32", "float16")),
     "no such activation": ((x, weight, None, "mish"), {}, ValueError, ("activation must be one of", "'mish'")),

@@ -331,10 +331,10 @@ def test_validate_changes_nothing(case):
 
 MUTANTS = {  # name: the op, where, what is there, what stands there instead
     "bf16 where eight bits are asked for": (linear, precision, "product_for", "if precision is not None:", "if False:"),
-    "a norm's codes turned, with another scale": (
+    "a norm's codes transposed, with another scale": (
         norm_linear, norm_rows, "NormRows.transposed_codes", "*kept, target.scale", "*kept, 2 * target.scale",
     ),
-    "a norm's codes turned without its weight": (
+    "a norm's codes transposed without its weight": (
         norm_linear, norm_rows, "NormRows.transposed_codes", "*kept, target", "kept[0], None, *kept[2:], target",
     ),
     "x in the place of h": (norm_linear, norm_rows, "NormRows.codes", "x if h is None else h,", "x,"),
@@ -345,7 +345,7 @@ MUTANTS = {  # name: the op, where, what is there, what stands there instead
         norm_linear, fp8, "FP8Product.forward",
         "inputs, needs=None), noted=needs is not None", "inputs, needs=None), noted=False",
     ),
-    "an activation's codes turned without token weights": (
+    "an activation's codes transposed without token weights": (
         activation_linear, activation_rows, "_transposed", "None, x, bias, token_weight", "None, x, bias, None",
     ),
     "an activation without its bias": (

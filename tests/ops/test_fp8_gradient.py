@@ -105,15 +105,15 @@ def test_whoever_else_looks_sees_the_gradient(backend, handed):
 
 
 @backends
-def test_turned_codes_are_the_codes_turned(backend):
+def test_transposed_codes_are_the_codes_transposed(backend):
     layers = Layers(backend)
     h = layers.hidden()
     found = []
-    h.register_hook(lambda grad: found.append((grad, grad.codes.clone(), grad.turned.clone())))
+    h.register_hook(lambda grad: found.append((grad, grad.codes.clone(), grad.transposed.clone())))
     layers.rest(h).backward(layers.dy)
-    grad, codes, turned = found[0]
+    grad, codes, transposed = found[0]
     rows = codes.view(torch.uint8).reshape(-1, codes.shape[-1])
-    assert turned.view(torch.uint8)[:, : len(rows)].equal(rows.t()) and not turned.view(torch.uint8)[:, len(rows) :].any()
+    assert transposed.view(torch.uint8)[:, : len(rows)].equal(rows.t()) and not transposed.view(torch.uint8)[:, len(rows) :].any()
     assert grad.shape == h.shape and grad.dtype == h.dtype
 
 
@@ -157,7 +157,7 @@ def test_checkpoints_and_second_runs_have_the_same_bits(backend):
 
 
 MUTANTS = {
-    "the codes of another gradient": ("found.dx_turned, inverse", "found.dx_turned, 2 * inverse"),
+    "the codes of another gradient": ("found.dx_transposed, inverse", "found.dx_transposed, 2 * inverse"),
     "a bias without its gradient": ("found.dbias, found.dtoken_weight", "None, found.dtoken_weight"),
     "token weights without theirs": ("found.dbias, found.dtoken_weight", "found.dbias, None"),
     "the activation's own scale": ("run(x_target, target,", "run(x_target, target._replace(scale=2 * target.scale),"),

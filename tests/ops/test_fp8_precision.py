@@ -134,7 +134,7 @@ def laid_out(t, how):
 
 @backends
 @one_of_each
-@pytest.mark.parametrize("how", ("rows apart", "columns apart", "turned"))
+@pytest.mark.parametrize("how", ("rows apart", "columns apart", "transposed"))
 @pytest.mark.parametrize("name", ("delayed", "row", "16-bit wgrad"))
 def test_layouts_make_no_difference(case, how, name, backend):
     tensors, dys = case.draw()

@@ -25,7 +25,7 @@ def target(dtype, power):
 
 
 def cast(x, to, kernel, library=fp8_cast):
-    return library.cast_tensor(x, to, turned=True) if kernel else quantise(x, to.scale, to.dtype)
+    return library.cast_tensor(x, to, transposed=True) if kernel else quantise(x, to.scale, to.dtype)
 
 
 def norm(x, to, kernel):
@@ -66,8 +66,8 @@ def test_kernels_count_as_formulas_do(run, width, dtype):
     "zeros count": ("underflow_count", "(x != 0.0)", "(x == x)"),
     "half the bound": ("underflow_count", "2.0**-10", "2.0**-11"),
 })))  # fmt: skip
-@pytest.mark.parametrize("turned", (False, True))
-def test_casts_count_what_is_lost_and_no_more(turned, library):
+@pytest.mark.parametrize("transposed", (False, True))
+def test_casts_count_what_is_lost_and_no_more(transposed, library):
     from onepass.kernels import fp8
 
     code = fp8_cast if library == "stock" else mutate(fp8, *mutants[library], entry=fp8_cast)
@@ -77,9 +77,9 @@ def test_casts_count_what_is_lost_and_no_more(turned, library):
     right = True
     for given, exact in ((x, underflowed(x, torch.ones((), device=DEVICE), E4M3).item()), (large, None)):
         to = target(E4M3, 0)
-        codes, _ = code.cast_tensor(given, to, turned=turned)
+        codes, _ = code.cast_tensor(given, to, transposed=transposed)
         lost = ((codes.float() == 0) & (given != 0)).sum().item()
-        right = right and to.underflowed.sum().item() == (lost if exact is not None or turned else 0)
+        right = right and to.underflowed.sum().item() == (lost if exact is not None or transposed else 0)
         assert exact is None or lost == exact > 1000
     assert right is (library == "stock") or library in ("every tile counts",)
 

@@ -362,7 +362,7 @@ MUTANTS = {
     "offsets off by one": (grouped_product, "group_rows", "yield slice(start, end)", "yield slice(start, max(end - 1, start))"),
     "an expert begins where the one before began": (grouped_product, "group_rows", "start = end", "start = start"),
     "a row's scale forgotten": (grouped_product, "scaled_grouped_product", " * a_inverse.view(-1, 1)", ""),
-    "x's scales turned around": (grouped_product, "scaled_grouped_product", "view(-1, 1)", "view(-1, 1).flip(0)"),
+    "x's scales transposed around": (grouped_product, "scaled_grouped_product", "view(-1, 1)", "view(-1, 1).flip(0)"),
     "rows' scales for columns": (grouped, "_input_gradient", "cast_columns(weight.detach())", "cast_rows(weight.detach(), E4M3)"),
     "dy in e5m2": (grouped, "_input_gradient", "cast_rows(dy, E4M3)", "cast_rows(dy, torch.float8_e5m2)"),
     "the rows before": (grouped, "grouped_weight_gradient", "dy[rows], x[rows]", "dy[rows], x.roll(1, 0)[rows]"),

@@ -16,7 +16,7 @@ FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.flo
 
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
     "weight of another size": ((x, w[:, :3], y), {}, ValueError, ("weight must have shape", "4", "hidden", "(6, 3)")),
-    "weight turned": ((x, w.t(), y), {}, ValueError, ("weight must have shape", "4", "(4, 6)")),
+    "weight transposed": ((x, w.t(), y), {}, ValueError, ("weight must have shape", "4", "(4, 6)")),
     "weight a vector": ((x, w[0], y), {}, ValueError, ("weight must have shape", "(4,)")),
     "weight of another type": ((x, w.to(BF16), y), {}, TypeError, ("weight must have hidden's type", "float32", "bfloat16")),
     "no vocabulary": ((x, w[:0], y), {}, ValueError, ("weight must have at least one row", "(0, 4)")),

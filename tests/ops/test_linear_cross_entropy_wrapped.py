@@ -139,10 +139,10 @@ def test_compiled_with_strides_of_their_own(reduction):
     def loss(hidden, weight):
         return onepass.linear_cross_entropy(hidden.t(), weight.t(), labels, reduction=reduction, backend="torch").sum()
 
-    turned = [t.detach().t().contiguous().requires_grad_() for t in (hidden, weight)]
+    transposed = [t.detach().t().contiguous().requires_grad_() for t in (hidden, weight)]
     torch._dynamo.reset()
-    plain = torch.autograd.grad(loss(*turned), turned)
-    torch.testing.assert_close(torch.autograd.grad(torch.compile(loss, fullgraph=True)(*turned), turned), plain)
+    plain = torch.autograd.grad(loss(*transposed), transposed)
+    torch.testing.assert_close(torch.autograd.grad(torch.compile(loss, fullgraph=True)(*transposed), transposed), plain)
 
 
 def test_compiled_with_promises_and_stats():

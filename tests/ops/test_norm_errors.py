@@ -18,7 +18,7 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "zero-centred nothing": ((x,), {"zero_centered_gamma": True}, ValueError, ("zero_centered_gamma", "no weight")),
     "short residual": ((x,), {"residual": x[:1]}, ValueError, ("residual must have", "(2, 6)", "(1, 6)")),
     "residual a row": ((x,), {"residual": weight}, ValueError, ("residual must have", "(2, 6)", "(6,)")),
-    "residual turned": ((x,), {"residual": x.T}, ValueError, ("residual must have", "(2, 6)", "(6, 2)")),
+    "residual transposed": ((x,), {"residual": x.T}, ValueError, ("residual must have", "(2, 6)", "(6, 2)")),
     "eps of zero": ((x, weight), {"eps": 0.0}, ValueError, ("eps must be", "above 0", "0.0")),
     "eps of integer zero": ((x, weight), {"eps": 0}, ValueError, ("eps must be", "above 0", "0")),
     "eps below zero": ((x, weight), {"eps": -1e-5}, ValueError, ("eps must be", "above 0", "-1e-05")),

@@ -1,4 +1,4 @@
-"""Norms that write eight-bit operands: codes are those of the fp32 formula, and the turned ones equal them bit for bit."""
+"""Norms that write eight-bit operands: codes are those of the fp32 formula, and the transposed ones equal them bit for bit."""
 
 import itertools
 import math
@@ -32,9 +32,9 @@ def _wide_tiles_of_wide_rows(request, monkeypatch):
     width = given and given.params.get("width", given.params.get("shape", (0,))[-1])
     if DEVICE.type == "cpu" and width and width > 1000:
         monkeypatch.setattr(norm_fp8, "TILE_H", 1024)
-        norm_fp8._turned_plan.cache_clear()
+        norm_fp8._transposed_plan.cache_clear()
     yield
-    norm_fp8._turned_plan.cache_clear()
+    norm_fp8._transposed_plan.cache_clear()
 
 
 class Given(NamedTuple):
@@ -116,15 +116,15 @@ def judge_tensor(given, dtype, scale, module=norm_fp8):
     with poisoned(), unchanged(x=x):
         codes, inverse, h, stats = module.norm_codes(*given, target, True)
     with poisoned(), unchanged(x=x):
-        turned = module.norm_codes_turned(x if h is None else h, stats, weight, bias, options, target)
+        transposed = module.norm_codes_transposed(x if h is None else h, stats, weight, bias, options, target)
     y = normed(given)
     rows, past = codes.view(y.shape), fp8.saturated(y, target.scale, dtype).item()
-    assert inverse is None and turned.shape == (y.shape[1], -(-len(y) // 16) * 16) and turned.is_contiguous()
+    assert inverse is None and transposed.shape == (y.shape[1], -(-len(y) // 16) * 16) and transposed.is_contiguous()
     amax = target.amax.view(torch.float32).max()
     return (
         near(rows, fp8.quantise(y, target.scale, dtype))
-        and bits(turned[:, : len(y)]).equal(bits(rows.t()))
-        and not turned[:, len(y) :].view(torch.uint8).any()
+        and bits(transposed[:, : len(y)]).equal(bits(rows.t()))
+        and not transposed[:, len(y) :].view(torch.uint8).any()
         and torch.allclose(amax, fp8.finite_amax(y), rtol=1e-5)
         and abs(target.saturated.sum().item() - past) <= 0.002 * past
         and (h is None if residual is None else h.equal(add_rounded(x, residual, x.dtype).to(x.dtype)))
@@ -181,9 +181,9 @@ def test_wherever_it_lies(layout, width, layer):
     options, target = given.options, noting(E4M3, 16.0)
     lies = lie(x)
     _, _, _, stats = norm_fp8.norm_codes(lies, None, given.weight, given.bias, options, target, True)
-    plain = norm_fp8.norm_codes_turned(lies.contiguous(), stats, given.weight, given.bias, options, target)
-    turned = norm_fp8.norm_codes_turned(lies, stats, given.weight, given.bias, options, target)
-    assert bits(turned).equal(bits(plain))
+    plain = norm_fp8.norm_codes_transposed(lies.contiguous(), stats, given.weight, given.bias, options, target)
+    transposed = norm_fp8.norm_codes_transposed(lies, stats, given.weight, given.bias, options, target)
+    assert bits(transposed).equal(bits(plain))
 
 
 @needs_triton
@@ -214,7 +214,7 @@ def test_amax_and_counts_are_added_to(width, layer):
     assert (target.amax.view(torch.float32) == 1e9).all()
     counts = target.saturated.clone()
     norm_fp8.norm_codes(*given, target._replace(scale=None), False)  # of a row's own scale nothing is noted
-    norm_fp8.norm_codes_turned(given.x, None, *given[2:], target)
+    norm_fp8.norm_codes_transposed(given.x, None, *given[2:], target)
     assert target.saturated.equal(counts)
     bare = target._replace(amax=None, saturated=None)
     assert bits(norm_fp8.norm_codes(*given, bare, False)[0]).equal(bits(norm_fp8.norm_codes(*given, target, False)[0]))
@@ -228,7 +228,7 @@ def test_without_statistics_rows_are_read_once_more(width, layer):
     codes, _, h, stats = norm_fp8.norm_codes(*given, target, True)
     _, _, stats16 = norm_forward.norm_forward(*given, True)
     torch.testing.assert_close(stats, stats16, rtol=1e-6, atol=1e-6)
-    assert near(norm_fp8.norm_codes_turned(h, None, *given[2:], target)[:, :5].t(), codes)
+    assert near(norm_fp8.norm_codes_transposed(h, None, *given[2:], target)[:, :5].t(), codes)
 
 
 @formats
@@ -249,9 +249,9 @@ def test_as_accurate_as_eight_bits_allow(width, by_triton, layer, dtype):
 @pytest.mark.parametrize("by_triton", (pytest.param(True, marks=needs_triton), False), ids=("triton", "torch"))
 def test_no_rows(by_triton):
     given, target = draw(True, 0, 64, residual=True), noting(E4M3, 1.0)
-    call, turn = norm_fp8.norm_codes, norm_fp8.norm_codes_turned
+    call, turn = norm_fp8.norm_codes, norm_fp8.norm_codes_transposed
     if not by_triton:
-        call, turn = norm_fp8.norm_codes_formula, norm_fp8.norm_codes_turned_formula
+        call, turn = norm_fp8.norm_codes_formula, norm_fp8.norm_codes_transposed_formula
     codes, inverse, h, stats = call(*given, FP8Target(), True)
     assert codes.shape == h.shape == (0, 64) and inverse.shape == (0, 1) and stats.shape == (0,)
     assert call(*given, target, False)[1] is None and not target.amax.any()
@@ -272,9 +272,9 @@ def test_the_formula_does_all_that_kernels_do(options, layer, dtype):
     assert bits(codes).view(y.shape).equal(bits(fp8.quantise(y, target.scale, dtype)))
     assert target.amax.view(torch.float32).max() == fp8.finite_amax(y)
     assert target.saturated.sum() == fp8.saturated(y, target.scale, dtype)
-    turned = norm_fp8.norm_codes_turned_formula(given.x if h is None else h, stats, *given[2:], target)
-    assert turned.shape == (65, 32) and not turned[:, 21:].view(torch.uint8).any()
-    assert bits(turned[:, :21]).equal(bits(codes).view(21, 65).t())
+    transposed = norm_fp8.norm_codes_transposed_formula(given.x if h is None else h, stats, *given[2:], target)
+    assert transposed.shape == (65, 32) and not transposed[:, 21:].view(torch.uint8).any()
+    assert bits(transposed[:, :21]).equal(bits(codes).view(21, 65).t())
     rows = (given.x if h is None else h).float().view(21, 65)
     rstd = 1 / (rows.var(1, correction=0) if layer else rows.square().mean(1)).add(given.options.eps).sqrt()
     torch.testing.assert_close(stats[:21], rstd)
@@ -286,9 +286,9 @@ def test_the_formula_does_all_that_kernels_do(options, layer, dtype):
     assert inverse.equal(1 / fp8.scale_for(fp8.finite_amax(y, -1), dtype))
 
 
-def test_rows_with_scales_of_their_own_are_not_turned():
+def test_rows_with_scales_of_their_own_are_not_transposed():
     given = draw(False, 5, 64)
-    for turn in (norm_fp8.norm_codes_turned, norm_fp8.norm_codes_turned_formula):
+    for turn in (norm_fp8.norm_codes_transposed, norm_fp8.norm_codes_transposed_formula):
         with pytest.raises(AssertionError, match="scales of their own"):
             turn(given.x, None, *given[2:], FP8Target())
 
@@ -319,9 +319,9 @@ MUTANTS = {  # function, what is there, what stands there instead
     "long: a piece is forgotten by row": ("long_codes_kernel", "(turn if", "(0 if"),
     "columns past the last have a size": ("_sizes_of", "y if WHOLE else tl.where(inside, y, 0.0)", "y"),
     "an infinity is the largest": ("_sizes_of", "finite_sizes(", "tl.abs("),
-    "turned: rows past the last are the bias": ("turned_codes_kernel", "tl.where(real[:, None], y, 0.0)", "y"),
-    "turned: rows past the last aren't written": ("store_turned", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
-    "turned: 1 / deviation for the mean": ("turned_codes_kernel", "stats_ptr + M + rows", "stats_ptr + rows"),
+    "transposed: rows past the last are the bias": ("transposed_codes_kernel", "tl.where(real[:, None], y, 0.0)", "y"),
+    "transposed: rows past the last aren't written": ("store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "transposed: 1 / deviation for the mean": ("transposed_codes_kernel", "stats_ptr + M + rows", "stats_ptr + rows"),
 }
 
 
@@ -346,7 +346,7 @@ def test_the_hard_calls_are_right(hard):
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, hard):
-    module = fp8_tile if MUTANTS[name][0] == "store_turned" else fp8_kernels
+    module = fp8_tile if MUTANTS[name][0] == "store_transposed" else fp8_kernels
     mutant = mutate(module, *MUTANTS[name], entry=norm_fp8)
     try:
         right = all(judge(given, E4M3, mutant) for given in hard)

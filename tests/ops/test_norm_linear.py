@@ -163,10 +163,10 @@ def test_incoming_gradients_that_are_not_contiguous(backend, layer):
     inputs = tensors((6, 5), layer=layer)
     ys = op(layer, backend=backend, return_norm_output=True)(*inputs)
     dys = [torch.randn_like(y) for y in ys]
-    turned = [dy.transpose(0, 1).contiguous().transpose(0, 1) for dy in dys]
+    transposed = [dy.transpose(0, 1).contiguous().transpose(0, 1) for dy in dys]
     ones = [torch.ones((), device=DEVICE).expand(y.shape) for y in ys]
     asked = [t for t in inputs if t is not None]
-    for given, plain in ((turned, dys), (ones, [torch.ones_like(y) for y in ys])):
+    for given, plain in ((transposed, dys), (ones, [torch.ones_like(y) for y in ys])):
         for i in (slice(0, 2), slice(1, 2)):
             first, second = (
                 torch.autograd.grad(ys[i], asked, some[i], retain_graph=True, allow_unused=True) for some in (given, plain)

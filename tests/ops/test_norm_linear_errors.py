@@ -12,7 +12,7 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "hidden size 0": ((torch.ones(3, 0), torch.ones(0), torch.ones(3, 0)), {}, ValueError, ("x must", "(3, 0)")),
     "zero-centred nothing": ((x, None, weight), {"zero_centered_gamma": True}, ValueError, ("zero_centered_gamma",)),
     "norm_bias of RMSNorm": ((x, norm, weight), {"norm_bias": norm}, ValueError, ("norm_bias", "layer_norm")),
-    "weight turned": ((x, norm, weight.T), {}, ValueError, ("weight must have shape (N, 6)", "(6, 3)")),
+    "weight transposed": ((x, norm, weight.T), {}, ValueError, ("weight must have shape (N, 6)", "(6, 3)")),
     "weight a vector": ((x, norm, norm), {}, ValueError, ("weight must have shape (N, 6)", "(6,)")),
     "weight of another type": ((x, norm, weight.bfloat16()), {}, TypeError, ("weight must", "float32", "bfloat16")),
     "bias of another type": ((x, norm, weight, bias.half()), {}, TypeError, ("bias must", "float32", "float16")),

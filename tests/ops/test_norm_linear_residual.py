@@ -153,8 +153,8 @@ def test_tensors_that_are_not_contiguous(backend, layer):
     expected = [*ys, *torch.autograd.grad(ys, asked, dys)]
     residual = inputs[5].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     ys = op(layer, backend=backend)(*inputs[:5], residual)
-    turned = [dys[0], dys[1].transpose(0, 1).contiguous().transpose(0, 1)]
-    got = [*ys, *torch.autograd.grad(ys, [*asked[:-1], residual], turned)]
+    transposed = [dys[0], dys[1].transpose(0, 1).contiguous().transpose(0, 1)]
+    got = [*ys, *torch.autograd.grad(ys, [*asked[:-1], residual], transposed)]
     assert nearly_equal(got, expected)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parallel.meeting import drawn
 
 import onepass
-from onepass.kernels import fp8_cast, fp8_turn
+from onepass.kernels import fp8_cast, fp8_transpose
 from onepass.parallel import DeferredWgrad
 from onepass.product.fp8 import scales as fp8_scales
 
@@ -21,7 +21,7 @@ RECIPES = {
     "row": onepass.FP8Recipe(scaling="row"),
     "16-bit wgrad": onepass.FP8Recipe(wgrad=False),
 }
-_UNSUPPORTED = {module: module.triton_unsupported for module in (fp8_cast, fp8_turn, fp8_scales)}
+_UNSUPPORTED = {module: module.triton_unsupported for module in (fp8_cast, fp8_transpose, fp8_scales)}
 
 
 @contextmanager

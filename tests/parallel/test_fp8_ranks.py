@@ -188,7 +188,7 @@ def test_flush_adds_what_backward_would_have_added(group, name, kind):
     assert mine["later"].equal(mine["at once"])
     x, dy = (K // ranks if by_row else K), (N if by_row else N // ranks)
     x_rows, dy_rows = (rows // ranks if divided and by_row is of_dy else None for of_dy in (False, True))
-    if RECIPES[kind].has_wgrad:  # codes, of which turned ones are padded to 48 rows, and two scales
+    if RECIPES[kind].has_wgrad:  # codes, of which transposed ones are padded to 48 rows, and two scales
         assert mine["bytes"] == 2 * ((x_rows or 48) * x + (dy_rows or 48) * dy + 8)
     else:  # dy is one tensor for both microbatches
         assert mine["bytes"] == 2 * (2 * (x_rows or rows) * x + (dy_rows or rows) * dy)

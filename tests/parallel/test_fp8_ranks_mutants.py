@@ -33,7 +33,7 @@ MUTANTS = {
     "y is not summed": (
         fp8_product, "FP8Product.forward", "start_sum(y, layout).wait()", "start_sum(y.clone(), layout).wait() * 0 + y",
     ),
-    "x is this rank's": (fp8_product, "FP8Call.start_input", "coming.wait().turned()", "own.turned()"),
+    "x is this rank's": (fp8_product, "FP8Call.start_input", "coming.wait().transposed()", "own.transposed()"),
 }  # fmt: skip
 
 

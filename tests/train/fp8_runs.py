@@ -81,8 +81,8 @@ class FreshCodes:
 
     def __init__(self, monkeypatch=None):
         self.used, self.stale = 0, []
-        rows, transpose = fp8_weight.FP8Weight.rows, product_fp8.turned_weight
-        self._stock = (fp8_weight.FP8Weight, "rows", rows), (product_fp8, "turned_weight", transpose)
+        rows, transpose = fp8_weight.FP8Weight.rows, product_fp8.transposed_weight
+        self._stock = (fp8_weight.FP8Weight, "rows", rows), (product_fp8, "transposed_weight", transpose)
 
         def checked_rows(state, weight):
             operand, factors = rows(state, weight)
@@ -96,7 +96,7 @@ class FreshCodes:
 
         put = setattr if monkeypatch is None else monkeypatch.setattr
         put(fp8_weight.FP8Weight, "rows", checked_rows)
-        put(product_fp8, "turned_weight", checked_transpose)
+        put(product_fp8, "transposed_weight", checked_transpose)
 
     def undo(self):
         for where, name, stock in self._stock:

@@ -1,7 +1,7 @@
 """Products in eight bits: onepass's recipes and the peers' layers as contenders, and the rounding that they are judged by.
 
 Updates   Every call is the only one of a step: its weights count as updated, so that onepass sets its delayed scales. onepass
-          makes a weight's codes in each forward and again, turned, in backward. torchao casts its weights in each forward,
+          makes a weight's codes in each forward and again, transposed, in backward. torchao casts its weights in each forward,
           Transformer Engine does unless it is told that a microbatch is not the first.
 History   The runner makes some steps before it times a contender: in a layer's first step delayed scales are measured.
 Peers     torchao: `convert_to_float8_training` by the recipes tensorwise and rowwise, norm and activation compiled with it.

@@ -152,7 +152,7 @@ def _cast(what: str, x: Tensor, scale: Tensor, amax: Tensor, saturated: Tensor) 
     if what == "by row":
         return cast_rows(x)[0]
     noted = FP8Target(E4M3, scale) if what == "turned" else FP8Target(E4M3, scale, amax, saturated)
-    plain, turned = cast_tensor(x, noted, codes=what != "turned", turned=what in ("turned", "both"))
+    plain, turned = cast_tensor(x, noted, codes=what != "turned", transposed=what in ("turned", "both"))
     return tuple(each for each in (plain, None if turned is None else _rows_of(turned, x)) if each is not None)
 
 
@@ -162,7 +162,7 @@ def _norm(
 ) -> Result:  # fmt: skip
     by_torch = triton_unsupported(x) is not None
     if what == "turned":
-        turn = norm_fp8.norm_codes_turned_formula if by_torch else norm_fp8.norm_codes_turned
+        turn = norm_fp8.norm_codes_transposed_formula if by_torch else norm_fp8.norm_codes_transposed
         return _rows_of(turn(x, statistics(x, weight), weight, None, _NORM, FP8Target(E4M3, scale)), x)
     target = FP8Target(E4M3) if what == "by row" else FP8Target(E4M3, scale, amax, saturated)
     write = norm_fp8.norm_codes_formula if by_torch else norm_fp8.norm_codes
@@ -188,8 +188,8 @@ def _swiglu(what: str, x: Tensor, scale: Tensor, amax: Tensor, saturated: Tensor
     found = activation_backward_codes(
         dy, x, None, None, _SWIGLU, noted._replace(dtype=E5M2), FP8Target(E4M3, scale), use_triton=use_triton
     )
-    assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
-    return found.dx, _rows_of(found.dx_turned, x), _rows_of(found.y_turned, x)
+    assert found.dx is not None and found.dx_transposed is not None and found.y_transposed is not None
+    return found.dx, _rows_of(found.dx_transposed, x), _rows_of(found.y_transposed, x)
 
 
 def _rows_of(turned: Tensor, x: Tensor) -> Tensor:

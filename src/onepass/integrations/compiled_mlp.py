@@ -2,7 +2,7 @@
 
 Formula  y = down(act(up(norm(h)))), h = x + residual; up: the rows of several weights, gates before values.
 Saves    h, up's result and the rows' statistics, as the two products do that this stands for.
-Bytes    the activation's backward writes the gradient of up's result as codes, by rows and turned, and up's products take those:
+Bytes    the activation's backward writes the gradient of up's result as codes, by rows and transposed, which up's products take:
          4 bytes less written and 4 less read for each of its numbers. Elsewhere a graph hands on plain tensors between functions.
 """
 
@@ -29,12 +29,12 @@ from onepass.ops.norm.norm_rows import NormRows, norm_rows
 from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, CompiledFP8Call, CompiledFP8Product, state_in_graph
 from onepass.product.fp8.product import PRODUCT, start_transposed
 from onepass.product.fp8.scales import factors_of
-from onepass.product.fp8.weight import FP8Operand, multiply, turned_weight
+from onepass.product.fp8.weight import FP8Operand, multiply, transposed_weight
 from onepass.product.function import run_linear
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime import saved
 from onepass.runtime.backend import choose
-from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, fits_fp8, turned_width
+from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, fits_fp8, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import Registered
 
@@ -45,17 +45,17 @@ def _up_gradient(
     dactivated: Tensor, packed: Tensor, scale: Tensor, weights: Sequence[Tensor], factors: Tensor, options: ActivationOptions,
     recipe: FP8Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradient of up's input, the codes of its result's gradient, turned, with the inverse of their scale, and the
-    activation's codes at forward's scale, turned."""
+    """Return the gradient of up's input, the codes of its result's gradient, transposed, with the inverse of their scale, and the
+    activation's codes at forward's scale, transposed."""
     state, weight = state_in_graph(packed, weights, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     run = partial(fp8.activation_backward_codes, dactivated, packed, None, None, options, use_triton=True)
-    target, inverse = state.gradient_target(partial(run, y_target=None, turned=False))
+    target, inverse = state.gradient_target(partial(run, y_target=None, transposed=False))
     gradients = run(target, FP8Target(E4M3, scale))
-    assert gradients.dx is not None and gradients.dx_turned is not None and gradients.y_turned is not None
-    across = turned_weight(weight, factors_of(factors))
+    assert gradients.dx is not None and gradients.dx_transposed is not None and gradients.y_transposed is not None
+    across = transposed_weight(weight, factors_of(factors))
     dx = multiply(FP8Operand(rows_of(gradients.dx), inverse), across, dactivated.dtype, fast=False)
-    return dx.view(*packed.shape[:-1], -1), gradients.dx_turned, inverse, gradients.y_turned
+    return dx.view(*packed.shape[:-1], -1), gradients.dx_transposed, inverse, gradients.y_transposed
 
 
 def _up_gradient_fake(
@@ -63,9 +63,9 @@ def _up_gradient_fake(
     recipe: FP8Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dx = packed.new_empty((*packed.shape[:-1], weights[0].shape[1]))
-    turned = packed.new_empty((packed.shape[-1], turned_width(packed)), dtype=recipe.gradient_type)
-    across = packed.new_empty((dactivated.shape[-1], turned_width(packed)), dtype=E4M3)
-    return dx, turned, packed.new_empty((), dtype=torch.float32), across
+    transposed = packed.new_empty((packed.shape[-1], transposed_width(packed)), dtype=recipe.gradient_type)
+    across = packed.new_empty((dactivated.shape[-1], transposed_width(packed)), dtype=E4M3)
+    return dx, transposed, packed.new_empty((), dtype=torch.float32), across
 
 
 _up_gradient_op = Registered(

@@ -2,7 +2,7 @@
 
 By row    a row is read from memory once and scaled by the largest power of two that its largest number allows.
 By column the transpose, as x's gradient takes a weight. It is read twice: for the columns' largest magnitudes, and to be written.
-By tensor a tile is read once and written twice, the second time turned. The scale is known before. The pass finds the largest
+By tensor a tile is read once and written twice, the second time transposed. The scale is known before. The pass finds the largest
           magnitude for the next scale and counts what saturates.
 Bytes     of 16-bit x, 3 a number by row, 5 by column, and 4 by tensor with the transpose.
 """
@@ -25,14 +25,14 @@ from onepass.kernels.fp8_tile import (
     largest_of,
     note_tiles,
     packed_codes,
-    store_turned,
+    store_transposed,
     tile_codes,
 )
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, inside_row, known_align
-from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target, quantise_rows, quantise_tensor, turn
+from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target, quantise_rows, quantise_tensor, transpose
 from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 
@@ -69,12 +69,12 @@ def _rows_kernel(
 
 @kernel
 def _tiles_kernel(
-    x_ptr, codes_ptr, turned_ptr, scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr, M, X_ROW, H,
+    x_ptr, codes_ptr, transposed_ptr, scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr, M, X_ROW, H,
     ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
     QUAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     X_ROW, H = aligned(X_ROW, ALIGN), aligned(H, ALIGN)
-    PARTS: tl.constexpr = 1 if turned_ptr is None else QUAD
+    PARTS: tl.constexpr = 1 if transposed_ptr is None else QUAD
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
     groups = block * (BLOCK_M // PARTS) + tl.arange(0, BLOCK_M // PARTS)  # of PARTS rows
     columns = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -100,10 +100,10 @@ def _tiles_kernel(
             rows = groups * PARTS + i
             inside = (rows < M)[:, None] & within[None, :]
             tl.store(codes_ptr + rows[:, None] * H + columns[None, :], codes, mask=inside)
-        if turned_ptr is not None:
+        if transposed_ptr is not None:
             packed = packed_codes(packed, codes, i)
-    if turned_ptr is not None:
-        store_turned(turned_ptr, packed, groups, columns, M, within, MULTIPLE)
+    if transposed_ptr is not None:
+        store_transposed(transposed_ptr, packed, groups, columns, M, within, MULTIPLE)
 
 
 @kernel
@@ -127,7 +127,7 @@ def _column_amax_kernel(
 
 @kernel
 def _columns_kernel(
-    x_ptr, turned_ptr, amax_ptr, inverse_ptr, N, K,
+    x_ptr, transposed_ptr, amax_ptr, inverse_ptr, N, K,
     ALIGN: tl.constexpr, MULTIPLE: tl.constexpr, QUAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     K = aligned(K, ALIGN)
@@ -145,15 +145,15 @@ def _columns_kernel(
         inside = (rows < N)[:, None] & within[None, :]
         x = tl.load(x_ptr + (matrix * N + rows)[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         packed = packed_codes(packed, operand_codes(x, scale[None, :], False), i)
-    store_turned(turned_ptr + matrix * K * (N // QUAD), packed, quads, columns, N, within, MULTIPLE)
+    store_transposed(transposed_ptr + matrix * K * (N // QUAD), packed, quads, columns, N, within, MULTIPLE)
 
 
 @lru_cache(1024)
 def _columns_plan(N: int, K: int) -> tuple[int, Bound, Bound]:
     steps = min(8, ceil_div(N, _AMAX_N))
     amax: Bound = _column_amax_kernel.bind(N, K, known_align(K), _AMAX_N, _AMAX_K, steps, num_warps=4)
-    turned: Bound = _columns_kernel.bind(N, K, known_align(K), MULTIPLE, QUAD, TILE_M, TILE_H, num_warps=4)
-    return steps, amax, turned
+    transposed: Bound = _columns_kernel.bind(N, K, known_align(K), MULTIPLE, QUAD, TILE_M, TILE_H, num_warps=4)
+    return steps, amax, transposed
 
 
 @lru_cache(1024)
@@ -167,8 +167,8 @@ def _rows_plan(H: int, x_row: int, e5m2: bool) -> tuple[int, Bound]:
 
 
 @lru_cache(1024)
-def _tiles_plan(H: int, x_row: int, e5m2: bool, turned: bool) -> tuple[int, int, Bound]:
-    block_m, block_h, num_warps = (TILE_M, TILE_H, 4) if turned else (8, 512, 4)
+def _tiles_plan(H: int, x_row: int, e5m2: bool, transposed: bool) -> tuple[int, int, Bound]:
+    block_m, block_h, num_warps = (TILE_M, TILE_H, 4) if transposed else (8, 512, 4)
     bound: Bound = _tiles_kernel.bind(
         x_row, H, known_align(x_row, H), e5m2, SLOTS, MULTIPLE, QUAD, block_m, block_h, num_warps=num_warps
     )
@@ -204,21 +204,23 @@ def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, inverse
 
 
-def cast_tensor(x: Tensor, target: FP8Target, *, codes: bool = True, turned: bool = False) -> tuple[Tensor | None, Tensor | None]:
+def cast_tensor(
+    x: Tensor, target: FP8Target, *, codes: bool = True, transposed: bool = False
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return x's codes at the target's scale, and those of its transpose, [H, rows] with zeros up to a multiple of 16 rows.
 
-    `codes` and `turned` say which of the two to write.
+    `codes` and `transposed` say which of the two to write.
     """
     if triton_unsupported(x) is not None:
         quantised = quantise_tensor(x, target)
-        return quantised if codes else None, turn(quantised) if turned else None
+        return quantised if codes else None, transpose(quantised) if transposed else None
     H, M = x.shape[-1], math.prod(x.shape[:-1])
     plain = torch.empty(x.shape, dtype=target.dtype, device=x.device) if codes else None
-    across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if turned else None
+    across = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=x.device) if transposed else None
     if x.numel():
         x, x_row = as_rows(x)
         outputs = None if plain is None else plain.view(torch.uint8), None if across is None else across.view(torch.int32)
-        block_m, block_h, launch = _tiles_plan(H, x_row, target.dtype is E5M2, turned)
+        block_m, block_h, launch = _tiles_plan(H, x_row, target.dtype is E5M2, transposed)
         grid = grid_of(ceil_div(H, block_h), ceil_div(M, block_m))
         launch(grid, x, *outputs, *target[1:], M)
     return plain, across

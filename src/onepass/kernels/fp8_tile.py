@@ -1,7 +1,7 @@
 """Device functions of passes that write a tile's codes: what is noted beside, and the transpose.
 
-A program that writes turned codes has its tile as four parts: rows 0, 4, 8, ..., rows 1, 5, 9, ... and so on. Codes of four
-neighbouring rows are one 32-bit number then, which is what goes through shared memory to the turned layout. Single bytes take
+A program that writes transposed codes has its tile as four parts: rows 0, 4, 8, ..., rows 1, 5, 9, ... and so on. Codes of four
+neighbouring rows are one 32-bit number then, which is what goes through shared memory to the transposed layout. Single bytes take
 four times as many accesses there.
 """
 
@@ -23,7 +23,7 @@ from onepass.kernels.language import PTX, device_function, tl
 
 SLOTS = 64  # of the largest magnitudes and of counts: programs don't queue for one address
 QUAD = 4  # rows whose codes are one number
-TILE_M, TILE_H = 64, 64  # of passes that write turned codes
+TILE_M, TILE_H = 64, 64  # of passes that write transposed codes
 
 
 # ---- what is noted ----
@@ -109,11 +109,11 @@ def packed_codes(packed, codes, PART: tl.constexpr):
 
 
 @device_function
-def store_turned(turned_ptr, packed, quads, columns, M, within, MULTIPLE: tl.constexpr):
+def store_transposed(transposed_ptr, packed, quads, columns, M, within, MULTIPLE: tl.constexpr):
     """Store a tile's transpose in a matrix whose rows are as long as M, up to a multiple. Codes after the last row are zeros.
 
-    `turned_ptr`: of int32. `quads`: which fours of rows the tile has.
+    `transposed_ptr`: of int32. `quads`: which fours of rows the tile has.
     """
     long = (M + (MULTIPLE - 1)) // MULTIPLE * (MULTIPLE // 4)
     at = columns[:, None].to(tl.int64) * long + quads[None, :]
-    tl.store(turned_ptr + at, tl.trans(packed).to(tl.int32, bitcast=True), mask=within[:, None] & (quads < long)[None, :])
+    tl.store(transposed_ptr + at, tl.trans(packed).to(tl.int32, bitcast=True), mask=within[:, None] & (quads < long)[None, :])

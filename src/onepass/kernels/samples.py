@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.kernels import fp8_cast, fp8_tile, fp8_turn
+from onepass.kernels import fp8_cast, fp8_tile, fp8_transpose
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.samples import CoveringCall, meta
 
@@ -26,11 +26,11 @@ def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
         noted = fp8_tile.new_notes("meta")
         fp8_cast.cast_rows(x.detach(), to)
         fp8_cast.cast_columns(x.detach().view(2, 4096, width))
-        fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted), turned=True)
+        fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted), transposed=True)
         fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted[:2]))
         codes, _ = fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale))
         assert codes is not None
-        fp8_turn.turn_codes(codes)
+        fp8_transpose.transpose_codes(codes)
         return x
 
     return CoveringCall(f"fp8 cast 8192x{width} {'e5m2' if to is E5M2 else 'e4m3'}", dtype, run, 89)

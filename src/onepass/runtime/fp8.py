@@ -162,13 +162,13 @@ def quantise_tensor(x: Tensor, target: FP8Target) -> Tensor:
     return quantise(x, target.scale, target.dtype)
 
 
-def turned_width(x: Tensor) -> int:
-    """Return how many columns x's turned codes have."""
+def transposed_width(x: Tensor) -> int:
+    """Return how many columns x's transposed codes have."""
     rows = math.prod(x.shape[:-1])  # Size.numel() would make a compiler's sizes constants
     return rows + -rows % MULTIPLE
 
 
-def turn(codes: Tensor) -> Tensor:
+def transpose(codes: Tensor) -> Tensor:
     """Return the transpose of codes, with zeros up to a multiple of 16 columns."""
     rows = codes.reshape(codes.shape[:-1].numel(), codes.shape[-1]).view(torch.uint8)
     return F.pad(rows.t(), (0, -len(rows) % MULTIPLE)).contiguous().view(codes.dtype)

@@ -35,7 +35,7 @@ from onepass.gradients.adamw import AdamW
 from onepass.gradients.written_weights import follow_by_kernel
 from onepass.kernels import fp8_cast
 from onepass.kernels.fp8_tile import new_notes
-from onepass.kernels.fp8_turn import turn_codes
+from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
@@ -46,7 +46,7 @@ from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_divergence import linear_divergence
 from onepass.ops.norm.formula import NormOptions
-from onepass.ops.norm.fp8 import norm_codes, norm_codes_turned
+from onepass.ops.norm.fp8 import norm_codes, norm_codes_transposed
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.ragged import kernels as ragged_kernels
 from onepass.parallel import MainGrads
@@ -238,9 +238,9 @@ def _fp8_casts(*xs: Tensor) -> None:
         noted = new_notes(x.device)
         fp8_cast.cast_rows(x)
         target = FP8Target(E4M3, torch.ones((), device=x.device), *noted)
-        codes, _ = fp8_cast.cast_tensor(x, target, turned=True)
+        codes, _ = fp8_cast.cast_tensor(x, target, transposed=True)
         assert codes is not None
-        turn_codes(codes)
+        transpose_codes(codes)
         scales = FP8Scales(FP8Recipe(), x.device)
         scales.measure("input", partial(fp8_cast.cast_tensor, x, codes=False))
         scales.refresh()
@@ -268,8 +268,8 @@ def _fp8_norms(x: Tensor) -> None:
         norm_codes(x, None, *vectors, options, FP8Target(), False)
         _, _, h, stats = norm_codes(x, x, *vectors, options, target, True)
         assert h is not None
-        norm_codes_turned(h, stats, *vectors, options, target)
-        norm_codes_turned(h, None, *vectors, options, target)
+        norm_codes_transposed(h, stats, *vectors, options, target)
+        norm_codes_transposed(h, None, *vectors, options, target)
 
 
 def _ragged_norm(xs: list[Tensor]) -> None:

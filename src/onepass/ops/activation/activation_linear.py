@@ -12,7 +12,7 @@ Bytes    beside the products: forward reads x and writes the activation, which i
          activation and a linear layer.
 Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: weight and bias are rounded to it.
          Gradients of parameters that carry main_grad are added there (gradients/main_grad.py).
-Eight bits: the activation goes from fp32 to codes, in its own pass, and backward writes them turned (ops/activation/fp8.py).
+Eight bits: the activation goes from fp32 to codes, in its own pass, and backward writes them transposed (ops/activation/fp8.py).
 """
 
 from __future__ import annotations

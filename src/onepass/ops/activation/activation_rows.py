@@ -27,7 +27,7 @@ from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime import saved
 from onepass.runtime.dispatch import cast
 from onepass.runtime.formula import run_formula
-from onepass.runtime.fp8 import FP8Target, turned_width
+from onepass.runtime.fp8 import FP8Target, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
 
@@ -124,11 +124,11 @@ class ActivationRows(NamedTuple):
             (bias,) = vectors.wide(bias)
         given = drows, x, bias, token_weight, self.options
         run = partial(fp8.activation_backward_codes, *given, use_triton=self.use_triton)
-        x_target, inverse = consumer.gradient_target(partial(run, y_target=None, turned=False))
+        x_target, inverse = consumer.gradient_target(partial(run, y_target=None, transposed=False))
         found = run(x_target, target, need_dbias=needs[1], need_dtoken_weight=needs[2])
-        assert found.dx is not None and found.dx_turned is not None and found.y_turned is not None
-        dx = FP8Gradient(found.dx, found.dx_turned, inverse, x.dtype, consumer)
-        return PrologueGradients((dx, found.dbias, found.dtoken_weight), transposed=found.y_turned)
+        assert found.dx is not None and found.dx_transposed is not None and found.y_transposed is not None
+        dx = FP8Gradient(found.dx, found.dx_transposed, inverse, x.dtype, consumer)
+        return PrologueGradients((dx, found.dbias, found.dtoken_weight), transposed=found.y_transposed)
 
 
 # ---- by kernels, or by the formula where there are none ----
@@ -226,17 +226,17 @@ def _transposed(
 ) -> Tensor:  # fmt: skip
     target = FP8Target(dtype, scale)
     found = fp8.activation_backward_codes(None, x, bias, token_weight, options, None, target, use_triton=use_triton)
-    assert found.y_turned is not None
-    return found.y_turned
+    assert found.y_transposed is not None
+    return found.y_transposed
 
 
 def _transposed_fake(x: Tensor, *rest: Any) -> Tensor:
     parts = activation_of(rest[3].activation).parts
-    return x.new_empty((x.shape[-1] // parts, turned_width(x)), dtype=rest[-1])
+    return x.new_empty((x.shape[-1] // parts, transposed_width(x)), dtype=rest[-1])
 
 
 _transposed_op = Registered(
-    "activation_codes_turned(Tensor x, Tensor? bias, Tensor? token_weight, Tensor scale, ActivationOptions options, "
+    "activation_codes_transposed(Tensor x, Tensor? bias, Tensor? token_weight, Tensor scale, ActivationOptions options, "
     "bool use_triton, ScalarType dtype) -> Tensor",
     _transposed,
     _transposed_fake,

@@ -2,10 +2,10 @@
 
 Formula  ops/activation/formula.py's in fp32, without dropout, then runtime/fp8.py's `quantise`.
 Shapes   x [..., W], bias [W], token_weight [...] or [..., 1], y and dy [..., H]; W is H, or 2H for a gated activation. M rows.
-         A turned copy is [W or H, M up to a multiple of 16], with zeros after the last row: the product that makes the weight's
-         gradient sums over rows.
+         A transposed copy is [W or H, M up to a multiple of 16], with zeros after the last row: the product that makes the
+         weight's gradient sums over rows.
 Bytes    of 16-bit x and dy, a number of y, gated: forward 4 + 1, or 8 + 1 where rows of more than 8192 have scales of their own;
-         backward 4 + 2 read, and 2 + 2 + 1 written as dx, dx turned and y turned.
+         backward 4 + 2 read, and 2 + 2 + 1 written as dx, dx transposed and y transposed.
 Kernels  ops/activation/fp8_kernels.py. Only `activation_output` is a registered op: other callers are opaque to a compiler.
 """
 
@@ -28,8 +28,8 @@ class ActivationGradients(NamedTuple):
     """What the backward pass writes, each None where it is not asked for."""
 
     dx: Tensor | None  # codes, of x's shape
-    dx_turned: Tensor | None  # codes [W, M up to a multiple of 16]
-    y_turned: Tensor | None  # codes [H, M up to a multiple of 16]
+    dx_transposed: Tensor | None  # codes [W, M up to a multiple of 16]
+    y_transposed: Tensor | None  # codes [H, M up to a multiple of 16]
     dbias: Tensor | None  # of bias's type
     dtoken_weight: Tensor | None  # of token_weight's type and shape
 
@@ -57,29 +57,29 @@ def activation_codes(
 def activation_backward_codes(
     dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions,
     dx_target: FP8Target | None, y_target: FP8Target | None,
-    *, codes: bool = True, turned: bool = True, need_dbias: bool = False, need_dtoken_weight: bool = False, use_triton: bool,
+    *, codes: bool = True, transposed: bool = True, need_dbias: bool = False, need_dtoken_weight: bool = False, use_triton: bool,
 ) -> ActivationGradients:  # fmt: skip
-    """Return the gradients of x as codes, and y's codes turned, in one pass over x and dy.
+    """Return the gradients of x as codes, and y's codes transposed, in one pass over x and dy.
 
     The sums for bias and token_weight are of numbers in fp32 that were not rounded, in a fixed order.
 
     Args:
-        dy: d y, of 16 or 32 bits. None where y_turned is all that is asked for.
-        dx_target: what dx is written for, with a scale; its amax and counts are raised. None leaves out dx and dx_turned.
-        y_target: what forward wrote y for, with a scale. It is not raised again. None leaves out y_turned.
-        codes, turned: write dx, dx_turned.
+        dy: d y, of 16 or 32 bits. None where y_transposed is all that is asked for.
+        dx_target: what dx is written for, with a scale; its amax and counts are raised. None leaves out dx and dx_transposed.
+        y_target: what forward wrote y for, with a scale. It is not raised again. None leaves out y_transposed.
+        codes, transposed: write dx, dx_transposed.
         need_dbias, need_dtoken_weight: which of these gradients to compute. Their types are those of bias and token_weight.
         use_triton: as in `activation_codes`.
     """
     _check_options(options)
     for name, target in (("dx_target", dx_target), ("y_target", y_target)):
         if target is not None and target.scale is None:
-            raise ValueError(f"{name} must have a scale, which all rows share once they are turned, but has None")
-    if dx_target is None or not (codes or turned):
-        dx_target, codes, turned = None, False, False
-    if dy is None and (codes or turned or need_dbias or need_dtoken_weight):
+            raise ValueError(f"{name} must have a scale, which all rows share once they are transposed, but has None")
+    if dx_target is None or not (codes or transposed):
+        dx_target, codes, transposed = None, False, False
+    if dy is None and (codes or transposed or need_dbias or need_dtoken_weight):
         raise ValueError("dy must be a tensor where a gradient is asked for, but is None")
-    wanted = codes, turned, need_dbias, need_dtoken_weight
+    wanted = codes, transposed, need_dbias, need_dtoken_weight
     if use_triton and x.numel():
         given = x, _contiguous(bias), _contiguous(token_weight)
         return ActivationGradients(*fp8_kernels.backward_codes(dy, *given, options, dx_target, y_target, *wanted))
@@ -89,7 +89,7 @@ def activation_backward_codes(
 def _backward_formula(
     dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions,
     dx_target: FP8Target | None, y_target: FP8Target | None,
-    codes: bool, turned: bool, need_dbias: bool, need_dtoken_weight: bool,
+    codes: bool, transposed: bool, need_dbias: bool, need_dtoken_weight: bool,
 ) -> ActivationGradients:  # fmt: skip
     """`activation_backward_codes` by PyTorch. Leaves are in fp32, so that autograd rounds nothing."""
     needs = dx_target is not None, need_dbias, need_dtoken_weight
@@ -102,17 +102,17 @@ def _backward_formula(
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found = iter(torch.autograd.grad(y, asked, None if dy is None else dy.detach().float()) if asked else ())
     dx, dbias, dtoken_weight = (next(found) if need else None for need in needs)
-    plain = across = y_turned = None
+    plain = across = y_transposed = None
     if dx_target is not None and dx is not None:
         rounded = fp8.quantise_tensor(dx, dx_target)
-        plain, across = rounded if codes else None, fp8.turn(rounded) if turned else None
+        plain, across = rounded if codes else None, fp8.transpose(rounded) if transposed else None
     if y_target is not None:
-        y_turned = fp8.turn(fp8.quantise_tensor(y, y_target._replace(amax=None)))
+        y_transposed = fp8.transpose(fp8.quantise_tensor(y, y_target._replace(amax=None)))
     if bias is not None and dbias is not None:
         dbias = dbias.to(bias.dtype)
     if token_weight is not None and dtoken_weight is not None:
         dtoken_weight = dtoken_weight.to(token_weight.dtype)
-    return ActivationGradients(plain, across, y_turned, dbias, dtoken_weight)
+    return ActivationGradients(plain, across, y_transposed, dbias, dtoken_weight)
 
 
 def _check_options(options: ActivationOptions) -> None:

@@ -1,7 +1,7 @@
 """The kernels of a bias and an activation whose results are operands of eight-bit products.
 
 Forward   codes of y: rows with a scale each, or tiles at one scale that is known before.
-Backward  tiles of x and dy: codes of dx, and turned copies of dx and of y, which is rebuilt in the order of forward's arithmetic.
+Backward  tiles of x and dy: codes of dx, and transposed copies of dx and of y, which is rebuilt in forward's order of arithmetic.
           A tile also writes its column sums of dx, for the bias, and its row sums of y * dy, for the token weight.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepass.kernels.column_reduce import column_sum
 from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_turned, tile_codes
+from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_transposed, tile_codes
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
@@ -28,7 +28,7 @@ from onepass.runtime.sizes import power_of_two as next_power_of_two
 
 FORWARD_VALUES = 4096  # of a forward tile: a program raises one slot for all of them
 _HELD = 16384  # the longest row that a program holds in registers: 32 values a thread
-TILE_M, TILE_H = 32, 64  # of backward, at most: turned rows of 32 bytes, rows of x of 128; 2 warps beat others, as measured
+TILE_M, TILE_H = 32, 64  # of backward, at most: transposed rows of 32 bytes, rows of x of 128; 2 warps beat others, as measured
 
 # ---- device functions ----
 
@@ -131,7 +131,7 @@ def _backward_codes_kernel(
     # x [M, PARTS * H] and dy [M, H], rows X_ROW and DY_ROW apart; without dy only y is written
     x_ptr, dy_ptr, bias_ptr, weight_ptr,
     # codes of dx [M, PARTS * H], of its transpose, of y's transpose
-    codes_ptr, turned_ptr, y_turned_ptr,
+    codes_ptr, transposed_ptr, y_transposed_ptr,
     # column sums of each block of rows [blocks, PARTS * H], row sums of each tile of columns [tiles, M]
     partial_ptr, row_sums_ptr,
     dx_scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr, y_scale_ptr, M, H, DY_ROW, X_ROW, clamp, offset,
@@ -210,7 +210,7 @@ def _backward_codes_kernel(
                 sizes = tl.maximum(sizes, tl.abs(dz2))
                 if partial_ptr is not None:
                     sums2 += tl.sum(dz2, 0)
-        if y_turned_ptr is not None:
+        if y_transposed_ptr is not None:
             if weight_ptr is not None:
                 y = y * weight
             y_packed = packed_codes(y_packed, operand_codes(y, tl.load(y_scale_ptr), Y_E5M2), i)
@@ -220,8 +220,8 @@ def _backward_codes_kernel(
         tl.store(at, sums, mask=there)
         if GATED:
             tl.store(at + H, sums2, mask=there)
-    if y_turned_ptr is not None:
-        store_turned(y_turned_ptr, y_packed, quads, columns, M, within, MULTIPLE)
+    if y_transposed_ptr is not None:
+        store_transposed(y_transposed_ptr, y_packed, quads, columns, M, within, MULTIPLE)
     if dx_scale_ptr is not None:
         scale = tl.load(dx_scale_ptr)
         largest = largest_of(sizes)
@@ -237,8 +237,8 @@ def _backward_codes_kernel(
                     inside = (rows < M)[:, None] & within[None, :]
                     tl.store(codes_ptr + rows[:, None] * (PARTS * H) + (columns + part * H)[None, :], codes, mask=inside)
                 packed = packed_codes(packed, codes, i)
-            if turned_ptr is not None:
-                store_turned(turned_ptr, packed, quads, columns + part * H, M, within, MULTIPLE)
+            if transposed_ptr is not None:
+                store_transposed(transposed_ptr, packed, quads, columns + part * H, M, within, MULTIPLE)
 
 
 # ---- tiles: from the shape, never by trial ----
@@ -309,7 +309,7 @@ def forward_codes(
 
 def backward_codes(
     dy: Tensor | None, x: Tensor, bias: Tensor | None, weight: Tensor | None, options: ActivationOptions,
-    dx_target: FP8Target | None, y_target: FP8Target | None, codes: bool, turned: bool, need_dbias: bool, need_dweight: bool,
+    dx_target: FP8Target | None, y_target: FP8Target | None, codes: bool, transposed: bool, need_dbias: bool, need_dweight: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return `fp8.activation_backward_codes` of an x that has elements."""
     act = activation_of(options.activation)
@@ -319,16 +319,16 @@ def backward_codes(
     across, down = ceil_div(H, _backward_width(H)), ceil_div(M, TILE_M)
     to, y_to = dx_target or FP8Target(), y_target or FP8Target()
     dx = torch.empty(x.shape, dtype=to.dtype, device=device) if codes else None
-    dx_turned = torch.empty(W, long, dtype=to.dtype, device=device) if turned else None
-    y_turned = torch.empty(H, long, dtype=y_to.dtype, device=device) if y_target is not None else None
+    dx_transposed = torch.empty(W, long, dtype=to.dtype, device=device) if transposed else None
+    y_transposed = torch.empty(H, long, dtype=y_to.dtype, device=device) if y_target is not None else None
     partial = torch.empty(down, W, dtype=torch.float32, device=device) if need_dbias else None
     row_sums = torch.empty(across, M, dtype=torch.float32, device=device) if need_dweight else None
     x, x_row = as_rows(x)
     dy, dy_row = (None, H) if dy is None else as_rows(dy)
     launch = _backward_plan(act, H, dy_row, x_row, options.clamp, options.linear_offset, to.dtype is E5M2, y_to.dtype is E5M2)
-    across_given = (t if t is None else t.view(torch.int32) for t in (dx_turned, y_turned))
+    across_given = (t if t is None else t.view(torch.int32) for t in (dx_transposed, y_transposed))
     given = dx if dx is None else dx.view(torch.uint8), *across_given
     launch(grid_of(across, down), x, dy, bias, weight, *given, partial, row_sums, *to[1:], y_to.scale, M)
     dbias = column_sum(partial, torch.empty_like(bias)) if partial is not None and bias is not None else None
     dweight = column_sum(row_sums, torch.empty_like(weight)) if row_sums is not None and weight is not None else None
-    return dx, dx_turned, y_turned, dbias, dweight
+    return dx, dx_transposed, y_transposed, dbias, dweight

@@ -286,7 +286,7 @@ def _codes_call(activation: str, width: int, dtype: torch.dtype = torch.bfloat16
                 need_dbias=bias is not None, need_dtoken_weight=weight is not None, use_triton=True,
             )  # fmt: skip
         if option == "bare":  # each output alone
-            for more in ({"turned": False}, {"codes": False}):
+            for more in ({"transposed": False}, {"codes": False}):
                 activation_backward_codes(dy, x, None, None, options, target, None, use_triton=True, **more)
             activation_backward_codes(None, x, None, None, options, None, target, use_triton=True)
         return x

@@ -20,7 +20,7 @@ from onepass.kernels.layout import Groups, as_groups, as_rows
 from onepass.kernels.rows import known_align
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.forward import SHORT, NormForwardTiles, forward_tiles, new_stats, norm_statistics
-from onepass.ops.norm.fp8_kernels import long_codes_kernel, short_codes_kernel, turned_codes_kernel
+from onepass.ops.norm.fp8_kernels import long_codes_kernel, short_codes_kernel, transposed_codes_kernel
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E5M2, MULTIPLE, FP8Target, FP8Tensor
 from onepass.runtime.op import Registered
@@ -65,8 +65,8 @@ def _codes_plan(
 
 
 @lru_cache(1024)
-def _turned_plan(H: int, h_row: int, layer: bool, centered: bool, e5m2: bool) -> Bound:
-    bound: Bound = turned_codes_kernel.bind(
+def _transposed_plan(H: int, h_row: int, layer: bool, centered: bool, e5m2: bool) -> Bound:
+    bound: Bound = transposed_codes_kernel.bind(
         h_row, H, layer, centered, known_align(h_row, H), e5m2, MULTIPLE, QUAD, TILE_M, TILE_H, num_warps=4
     )
     return bound
@@ -100,7 +100,7 @@ def norm_codes(
     return codes, inverse, h, stats
 
 
-def norm_codes_turned(
+def norm_codes_transposed(
     h: Tensor, stats: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions, target: FP8Target
 ) -> Tensor:
     """Return the transpose of y's codes at the target's scale from the norm's input: x, or with a residual h.
@@ -111,15 +111,15 @@ def norm_codes_turned(
     assert target.scale is not None, "the transpose of rows with scales of their own is no operand"
     H = h.shape[-1]
     M = h.numel() // H
-    turned = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=h.device)
+    transposed = torch.empty(H, ceil_div(M, MULTIPLE) * MULTIPLE, dtype=target.dtype, device=h.device)
     if M:
         h, h_row = as_rows(h)
         if stats is None:
             stats = norm_statistics(h, options)
-        launch = _turned_plan(H, h_row, options.layer, options.zero_centered_gamma, target.dtype is E5M2)
+        launch = _transposed_plan(H, h_row, options.layer, options.zero_centered_gamma, target.dtype is E5M2)
         grid = grid_of(ceil_div(H, TILE_H), ceil_div(M, TILE_M))
-        launch(grid, h, stats, weight, bias, turned.view(torch.int32), target.scale, M)
-    return turned
+        launch(grid, h, stats, weight, bias, transposed.view(torch.int32), target.scale, M)
+    return transposed
 
 
 # ---- by PyTorch ----
@@ -139,12 +139,12 @@ def norm_codes_formula(
     return fp8.quantise_tensor(y, target), None, h, stats
 
 
-def norm_codes_turned_formula(
+def norm_codes_transposed_formula(
     h: Tensor, stats: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions, target: FP8Target
 ) -> Tensor:
-    """Return what `norm_codes_turned` does, by PyTorch: the statistics are computed again."""
+    """Return what `norm_codes_transposed` does, by PyTorch: the statistics are computed again."""
     assert target.scale is not None, "the transpose of rows with scales of their own is no operand"
-    return fp8.turn(fp8.quantise(_formula(h, weight, bias, options), target.scale, target.dtype))
+    return fp8.transpose(fp8.quantise(_formula(h, weight, bias, options), target.scale, target.dtype))
 
 
 def _formula(h: Tensor, weight: Tensor | None, bias: Tensor | None, options: NormOptions) -> Tensor:

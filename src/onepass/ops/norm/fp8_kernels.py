@@ -16,7 +16,7 @@ from onepass.kernels.fp8 import (
     scale_exponents,
     underflow_count,
 )
-from onepass.kernels.fp8_tile import note_amax, packed_codes, store_turned
+from onepass.kernels.fp8_tile import note_amax, packed_codes, store_transposed
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import kernel
 from onepass.kernels.rows import aligned, inside_row, load_block, still_packed
@@ -134,8 +134,8 @@ def long_codes_kernel(
 
 
 @kernel
-def turned_codes_kernel(
-    h_ptr, stats_ptr, weight_ptr, bias_ptr, turned_ptr, scale_ptr,
+def transposed_codes_kernel(
+    h_ptr, stats_ptr, weight_ptr, bias_ptr, transposed_ptr, scale_ptr,
     M, H_ROW, H,
     LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, MULTIPLE: tl.constexpr,
     QUAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -159,4 +159,4 @@ def turned_codes_kernel(
         if (tile + 1) * BLOCK_M > M:  # past the last row lies the bias
             y = tl.where(real[:, None], y, 0.0)
         packed = packed_codes(packed, operand_codes(y, scale, E5M2), i)
-    store_turned(turned_ptr, packed, quads, columns, M, within, MULTIPLE)
+    store_transposed(transposed_ptr, packed, quads, columns, M, within, MULTIPLE)

@@ -11,7 +11,7 @@ Bytes    beside the products: forward reads x and writes norm(x), which is let g
          M K elements fewer are kept than by a norm and a linear one after the other, and no sum is a kernel of its own.
 Products cuBLAS, through PyTorch, in x's type, or in autocast's where that is on: norm(h) and weight are rounded to it. The
          gradients of parameters that carry main_grad go there (gradients/main_grad.py).
-Eight bits: norm(h) goes from fp32 to codes, in the norm's pass, and backward writes them turned (ops/norm/fp8.py).
+Eight bits: norm(h) goes from fp32 to codes, in the norm's pass, and backward writes them transposed (ops/norm/fp8.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, forward_fake, forward
 from onepass.product.fp8.prologue import Codes
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime.dispatch import cast
-from onepass.runtime.fp8 import FP8Target, turned_width
+from onepass.runtime.fp8 import FP8Target, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
 
@@ -147,14 +147,14 @@ def _transposed(
     h: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor | None, scale: Tensor, options: NormOptions,
     use_triton: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    transpose = fp8.norm_codes_turned if use_triton else fp8.norm_codes_turned_formula
+    transpose = fp8.norm_codes_transposed if use_triton else fp8.norm_codes_transposed_formula
     return transpose(h, stats, weight, bias, options, FP8Target(dtype, scale))
 
 
 _transposed_op = Registered(
-    "norm_codes_turned(Tensor h, Tensor? weight, Tensor? bias, Tensor? stats, Tensor scale, NormOptions options, "
+    "norm_codes_transposed(Tensor h, Tensor? weight, Tensor? bias, Tensor? stats, Tensor scale, NormOptions options, "
     "bool use_triton, ScalarType dtype) -> Tensor",
     _transposed,
-    lambda h, *rest: h.new_empty((h.shape[-1], turned_width(h)), dtype=rest[-1]),
+    lambda h, *rest: h.new_empty((h.shape[-1], transposed_width(h)), dtype=rest[-1]),
     NormOptions,
 )

@@ -304,7 +304,7 @@ def _norm_linear_call(norm: str, width: int, residual: bool = False) -> Covering
 
 
 def _codes_calls() -> Iterator[CoveringCall]:
-    """Codes of both norms by row and by tensor, and turned: what is held and what is read again, and both types."""
+    """Codes of both norms by row and by tensor, and transposed: what is held and what is read again, and both types."""
     for norm in ("rms_norm", "layer_norm"):
         for width in (64, 1000, 2048, 4096, 5008, 8192, 12288, 20480, 32768, 65536):
             yield _codes_call(norm, width)
@@ -329,8 +329,8 @@ def _codes_call(
         measured = target._replace(underflowed=None)
         fp8.norm_codes(x.detach(), added, weight, bias, options, measured, False)
         fp8.norm_codes(x.detach(), added, weight, bias, options, FP8Target(to, target.scale), False)
-        fp8.norm_codes_turned(x.detach(), stats, weight, bias, options, target)
-        fp8.norm_codes_turned(x.detach(), None, weight, bias, options, target)
+        fp8.norm_codes_transposed(x.detach(), stats, weight, bias, options, target)
+        fp8.norm_codes_transposed(x.detach(), None, weight, bias, options, target)
         return x
 
     label = f"fp8 norm {norm.removesuffix('_norm')} 2048x{width}{' e5m2' if to is E5M2 else ''}{' residual' if residual else ''}"

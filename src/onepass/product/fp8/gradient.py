@@ -1,6 +1,6 @@
 """A gradient in eight bits, from the op that makes it to the backward of the product that takes it.
 
-An activation's backward can write d x as codes and turned, which is what the product before it multiplies. autograd hands on
+An activation's backward can write d x as codes and transposed, which is what the product before it multiplies. autograd hands on
 tensors of the output's type, so the codes travel as a tensor that says it has that type. Any other operator sees it converted.
 """
 
@@ -24,21 +24,21 @@ class FP8Gradient(Tensor):
 
     Args:
         codes: of the gradient's shape.
-        turned: the codes of its transpose, as `runtime.fp8.turn` has them.
+        transposed: the codes of its transpose, as `runtime.fp8.transpose` has them.
         inverse: of the scale, of one element.
         dtype: the type that the gradient has for others.
         state: of the product whose scale the codes have.
     """
 
     codes: Tensor
-    turned: Tensor
+    transposed: Tensor
     inverse_scale: Tensor
     state: FP8Weight
 
     @staticmethod
-    def __new__(cls, codes: Tensor, turned: Tensor, inverse: Tensor, dtype: torch.dtype, state: FP8Weight) -> FP8Gradient:
+    def __new__(cls, codes: Tensor, transposed: Tensor, inverse: Tensor, dtype: torch.dtype, state: FP8Weight) -> FP8Gradient:
         made: FP8Gradient = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
-        made.codes, made.turned, made.inverse_scale, made.state = codes, turned, inverse, state
+        made.codes, made.transposed, made.inverse_scale, made.state = codes, transposed, inverse, state
         return made
 
     def converted(self) -> Tensor:

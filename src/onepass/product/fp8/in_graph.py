@@ -3,7 +3,7 @@
 A graph can't see when scales change, or which magnitudes were noted. So it holds the weight alone, and
 an op finds the weight's state (product/fp8/weight.py) when it runs. What the state lends is copied before the graph gets it.
 A product of several weights takes them as one, which an op makes where they don't lie together, and nobody keeps for backward.
-Passes that write codes turned, and the product that is added to main_grad, keep nothing and are ops of their own.
+Passes that write codes transposed, and the product that is added to main_grad, keep nothing and are ops of their own.
 
 The ops are pure to the graph: run again, as under checkpointing, they have the same bits. Those that look at a state are no part
 of a CUDA graph, whose replays would not.
@@ -28,7 +28,7 @@ from onepass.product.fp8.scales import factors_of, new_factors
 from onepass.product.fp8.weight import FP8Operand, FP8Weight, fp8_weight
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
-from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, turned_width
+from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
 
@@ -133,7 +133,7 @@ def _output_gradient_fake(
     dx = dy.new_empty((*dy.shape[:-1], weights[0].shape[1])) if asks_x else None
     if not (asks_weight and recipe.has_wgrad):
         return dx, None, None
-    codes = dy.new_empty((dy.shape[-1], turned_width(dy)), dtype=recipe.gradient_type)
+    codes = dy.new_empty((dy.shape[-1], transposed_width(dy)), dtype=recipe.gradient_type)
     return dx, codes, dy.new_empty((), dtype=torch.float32)
 
 

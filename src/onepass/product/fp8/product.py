@@ -1,10 +1,11 @@
 """The product of a linear layer in eight bits, forward and backward, on one rank or over those of a group.
 
 Forward casts x, and multiplies it by the weight's codes. Backward casts dy in both layouts, and multiplies it by the weight's
-turned codes and by x's, which are cast again from x: what is kept is what a 16-bit product keeps. Rows that the ranks of a group
-have are gathered as codes (product/fp8/weight.py has the table), and turned where they arrive. Sums over ranks are in 16 bits.
+transposed codes and by x's, which are cast again from x: what is kept is what a 16-bit product keeps. Rows that the ranks of a
+group have are gathered as codes (product/fp8/weight.py has the table), and transposed where they arrive. Sums over ranks are in
+16 bits.
 
-A deferred gradient keeps its operands as turned codes, or by rows where `flush` gathers them.
+A deferred gradient keeps its operands as transposed codes, or by rows where `flush` gathers them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from onepass.product.fp8.prologue import FP8Prologue
 from onepass.product.fp8.rows import FP8Rows
 from onepass.product.fp8.scales import FP8Factors
 from onepass.product.fp8.updates import Version
-from onepass.product.fp8.weight import FP8Operand, FP8Weight, PendingOperand, multiply, turned_weight
+from onepass.product.fp8.weight import FP8Operand, FP8Weight, PendingOperand, multiply, transposed_weight
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import registered
@@ -82,8 +83,8 @@ class _DeferredFP8Product:
     """A weight's gradient that is made of eight-bit operands in `flush` (gradients/deferred.py).
 
     Args:
-        dy, x: turned, or this rank's rows of the one whose rows the layout divides. Their scales are copied: those of the layer
-            may be the next step's by then.
+        dy, x: transposed, or this rank's rows of the one whose rows the layout divides. Their scales are copied: those of the
+            layer may be the next step's by then.
     """
 
     def __init__(self, dy: FP8Operand, x: FP8Operand, layout: TPLayout | None) -> None:
@@ -102,7 +103,7 @@ class _DeferredFP8Product:
 
     def add(self, coming: tuple[PendingOperand | None, PendingOperand | None], main_grad: Tensor) -> None:
         own = self._operands()
-        dy, x = (mine if each is None else each.wait().turned() for mine, each in zip(own, coming, strict=True))
+        dy, x = (mine if each is None else each.wait().transposed() for mine, each in zip(own, coming, strict=True))
         _add_product(main_grad, *dy, *x)
 
     def _operands(self) -> tuple[FP8Operand, FP8Operand]:
@@ -142,7 +143,7 @@ class FP8Call(NamedTuple):
         if later:
             return lambda: own
         coming = PendingOperand(own, self.layout.group)
-        return lambda: coming.wait().turned()
+        return lambda: coming.wait().transposed()
 
     def output_gradient(
         self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
@@ -154,9 +155,9 @@ class FP8Call(NamedTuple):
             drows, operand = self._gathered_output_gradient(dy, weight, self.layout, asks_rows, in_fp8, in_16_bits, later)
         elif isinstance(dy, FP8Gradient) and dy.state is self.state:
             drows = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy) if asks_rows else None
-            operand = FP8Operand(dy.turned, dy.inverse_scale) if in_fp8 else dy
+            operand = FP8Operand(dy.transposed, dy.inverse_scale) if in_fp8 else dy
         elif asks_rows or in_fp8:
-            ours, transposed = self.state.cast("gradient", rows_of(dy), codes=asks_rows, turned=in_fp8)
+            ours, transposed = self.state.cast("gradient", rows_of(dy), codes=asks_rows, transposed=in_fp8)
             drows = None if ours is None else self._input_gradient(ours, weight, dy)
             operand = transposed if in_fp8 else dy
         else:
@@ -165,7 +166,7 @@ class FP8Call(NamedTuple):
 
     def _input_gradient(self, ours: FP8Operand, weight: Tensor | None, dy: Tensor) -> Tensor:
         assert weight is not None
-        return multiply(ours, turned_weight(weight, self.factors), dy.dtype, fast=False).view(*dy.shape[:-1], -1)
+        return multiply(ours, transposed_weight(weight, self.factors), dy.dtype, fast=False).view(*dy.shape[:-1], -1)
 
     def _gathered_output_gradient(
         self, dy: Tensor, weight: Tensor | None, layout: TPLayout, asks_rows: bool, in_fp8: bool, in_16_bits: bool, later: bool
@@ -184,7 +185,7 @@ class FP8Call(NamedTuple):
         M, rank, ranks, drows = len(rows), group.rank(), group.size(), None
         if asks_rows:
             assert weight is not None
-            across = turned_weight(weight, self.factors)
+            across = transposed_weight(weight, self.factors)
             drows = dy.new_empty(M * ranks, across.codes.shape[0])
             multiply(own, across, dy.dtype, fast=False, out=drows[M * rank : M * (rank + 1)])
         whole = own
@@ -198,7 +199,7 @@ class FP8Call(NamedTuple):
                 if first < last:
                     multiply(whole.part(first, last), across, dy.dtype, fast=False, out=drows[first:last])
             drows = drows.view(dy.shape[0] * ranks, *dy.shape[1:-1], -1)
-        return drows, rows if not in_fp8 else own if later else whole.turned()
+        return drows, rows if not in_fp8 else own if later else whole.transposed()
 
     def weight_gradient(
         self, dy: Any, rows: Callable[[], Any], weight: Tensor, main_grad: Tensor | None, request: GradRequest, *, later: bool

@@ -23,7 +23,7 @@ class FP8Prologue(Prologue, Protocol):
         """Return the rows' codes."""
 
     def transposed_codes(self, kept: Kept, target: FP8Target) -> Tensor:
-        """Return the codes of the rows' transpose, as `runtime.fp8.turn` has them."""
+        """Return the codes of the rows' transpose, as `runtime.fp8.transpose` has them."""
 
 
 class GraphPrologue(FP8Prologue, Protocol):

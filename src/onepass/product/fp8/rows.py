@@ -10,7 +10,7 @@ from onepass.kernels.fp8_cast import cast_rows, cast_tensor
 from onepass.product.fp8.prologue import Codes
 from onepass.product.prologue import Inputs, Kept, Needs
 from onepass.product.rows import Rows
-from onepass.runtime.fp8 import FP8Target, turned_width
+from onepass.runtime.fp8 import FP8Target, transposed_width
 from onepass.runtime.op import Registered
 
 
@@ -44,13 +44,13 @@ def kept_rows(x: Tensor | None, needs: Needs) -> Kept:
 
 
 def _transposed(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    _, transposed = cast_tensor(rows, FP8Target(dtype, scale), codes=False, turned=True)
+    _, transposed = cast_tensor(rows, FP8Target(dtype, scale), codes=False, transposed=True)
     assert transposed is not None
     return transposed
 
 
 _transposed_op = Registered(
-    "fp8_cast_turned(Tensor rows, Tensor scale, ScalarType dtype) -> Tensor",
+    "fp8_cast_transposed(Tensor rows, Tensor scale, ScalarType dtype) -> Tensor",
     _transposed,
-    lambda rows, scale, dtype: rows.new_empty((rows.shape[-1], turned_width(rows)), dtype=dtype),
+    lambda rows, scale, dtype: rows.new_empty((rows.shape[-1], transposed_width(rows)), dtype=dtype),
 )

@@ -1,7 +1,7 @@
 """The weight of a linear layer in eight bits, and the operands of its products.
 
-The weight's codes are made where a product takes them: by rows in forward, turned in backward. Forward also finds their scale.
-Nothing made of a weight outlasts a call, so none is old, whoever wrote the weight. Over the ranks of a group:
+The weight's codes are made where a product takes them: by rows in forward, transposed in backward. Forward also finds their
+scale. Nothing made of a weight outlasts a call, so none is old, whoever wrote the weight. Over the ranks of a group:
 
                  x                         dy                        the weight
     column       all rows on every rank    own columns, own scale    own rows, own scale
@@ -30,7 +30,7 @@ from onepass.distributed.tensor_parallel import TPLayout
 from onepass.gradients.main_grad import is_capturing
 from onepass.kernels.cublaslt import scaled_product
 from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
-from onepass.kernels.fp8_turn import turn_codes
+from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.product.fp8.scales import FP8Factors, FP8Scales
 from onepass.product.fp8.updates import (
     BEFORE_ANY,
@@ -48,7 +48,7 @@ from onepass.runtime.fp8_recipe import FP8Recipe
 
 
 class FP8Operand(NamedTuple):
-    """Codes, by rows or turned, with the inverse of their scale, as a product takes them."""
+    """Codes, by rows or transposed, with the inverse of their scale, as a product takes them."""
 
     codes: Tensor
     inverse: Tensor
@@ -57,9 +57,9 @@ class FP8Operand(NamedTuple):
         """Return some of its rows."""
         return FP8Operand(self.codes[first:last], self.inverse[first:last] if self.inverse.dim() else self.inverse)
 
-    def turned(self) -> FP8Operand:
+    def transposed(self) -> FP8Operand:
         """Return the transpose of rows that share a scale."""
-        return FP8Operand(turn_codes(self.codes), self.inverse)
+        return FP8Operand(transpose_codes(self.codes), self.inverse)
 
 
 class PendingOperand:
@@ -195,13 +195,13 @@ class FP8Weight:
         return (FP8Target(E4M3), None) if self.recipe.scaling == "row" else self.target("input", run, noted=noted)
 
     def cast(
-        self, role: str, x: Tensor, *, codes: bool = True, turned: bool = False
+        self, role: str, x: Tensor, *, codes: bool = True, transposed: bool = False
     ) -> tuple[FP8Operand | None, FP8Operand | None]:  # fmt: skip
-        """Cast rows in one layout or both. By row there is no turned one."""
+        """Cast rows in one layout or both. By row there is no transposed one."""
         if self.recipe.scaling == "row":
             return (FP8Operand(*cast_rows(x, self.scales.type_of(role))) if codes else None), None
         target, inverse = self.target(role, partial(cast_tensor, x, codes=False))
-        return _operands(cast_tensor(x, target, codes=codes, turned=turned), inverse)
+        return _operands(cast_tensor(x, target, codes=codes, transposed=transposed), inverse)
 
 
 def _operands(found: tuple[Tensor | None, Tensor | None], inverse: Tensor) -> tuple[FP8Operand | None, FP8Operand | None]:
@@ -213,12 +213,12 @@ def _outside_inference_mode() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def turned_weight(weight: Tensor, factors: FP8Factors | None) -> FP8Operand:
+def transposed_weight(weight: Tensor, factors: FP8Factors | None) -> FP8Operand:
     """Return the transpose of a weight's codes at the scale that forward had, for dx. None is a scale a column."""
     weight = weight.detach()
     if factors is None:
         return FP8Operand(*cast_columns(weight))
-    _, codes = cast_tensor(weight, FP8Target(E4M3, factors.scale), codes=False, turned=True)
+    _, codes = cast_tensor(weight, FP8Target(E4M3, factors.scale), codes=False, transposed=True)
     assert codes is not None
     return FP8Operand(codes, factors.inverse)
 

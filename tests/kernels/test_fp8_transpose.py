@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from onepass.kernels import fp8_cast, fp8_tile, fp8_turn
+from onepass.kernels import fp8_cast, fp8_tile, fp8_transpose
 from onepass.kernels.language import triton
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -22,22 +22,22 @@ def drawn(shape, dtype=E4M3):
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE).view(dtype)
 
 
-def is_turned(codes, module=fp8_turn):
+def is_transposed(codes, module=fp8_transpose):
     with poisoned(), unchanged(codes=codes):
-        turned = module.turn_codes(codes)
-    exact = fp8.turn(codes)
-    assert turned.dtype == codes.dtype and turned.is_contiguous() and turned.shape == exact.shape
-    return turned.view(torch.uint8).equal(exact.view(torch.uint8))
+        transposed = module.transpose_codes(codes)
+    exact = fp8.transpose(codes)
+    assert transposed.dtype == codes.dtype and transposed.is_contiguous() and transposed.shape == exact.shape
+    return transposed.view(torch.uint8).equal(exact.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", (E4M3, E5M2), ids=("e4m3", "e5m2"))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_is_the_formula(shape, dtype):
     codes = drawn(shape, dtype)
-    assert is_turned(codes)
+    assert is_transposed(codes)
     rows = codes.view(torch.uint8).view(math.prod(shape[:-1]), shape[-1])
-    turned = fp8_turn.turn_codes(codes).view(torch.uint8)
-    assert turned[:, : len(rows)].equal(rows.t()) and not turned[:, len(rows) :].any()
+    transposed = fp8_transpose.transpose_codes(codes).view(torch.uint8)
+    assert transposed[:, : len(rows)].equal(rows.t()) and not transposed[:, len(rows) :].any()
 
 
 def test_wherever_they_lie():
@@ -45,26 +45,27 @@ def test_wherever_they_lie():
     wide = drawn((37, 80)).view(torch.uint8)
     unaligned = torch.empty(codes.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(40, 72).copy_(codes.view(torch.uint8))
     for lies in (codes.view(torch.uint8).t().contiguous().t(), wide[:, 3:75], unaligned, wide[:1].expand(37, 80)):
-        assert is_turned(lies.view(E4M3))
+        assert is_transposed(lies.view(E4M3))
 
 
 def test_gathered_codes_turn_to_what_a_cast_turns():
     x, target = torch.randn(50, 96, device=DEVICE), FP8Target(E4M3, torch.tensor(16.0, device=DEVICE))
-    _, turned = fp8_cast.cast_tensor(x, target, codes=False, turned=True)
+    _, transposed = fp8_cast.cast_tensor(x, target, codes=False, transposed=True)
     parts = [fp8_cast.cast_tensor(part, target)[0].view(torch.uint8) for part in x.split(25)]
-    assert fp8_turn.turn_codes(torch.cat(parts).view(E4M3)).view(torch.uint8).equal(turned.view(torch.uint8))
+    assert fp8_transpose.transpose_codes(torch.cat(parts).view(E4M3)).view(torch.uint8).equal(transposed.view(torch.uint8))
 
 
 MUTANTS = {
-    "rows past the last": (fp8_tile, "store_turned", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
-    "what lies after the last": (fp8_turn, "_turn_kernel", "(rows < M)[:, None]", "(rows <= M)[:, None]"),
-    "the first tiles": (fp8_turn, "_turn_kernel", "65535 * tl.program_id(2)", "0 * tl.program_id(2) - tl.program_id(1)"),
-    "strided codes as they lie": (fp8_turn, "turn_codes", "codes.contiguous()", "codes"),
+    "rows past the last": (fp8_tile, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "what lies after the last": (fp8_transpose, "_turn_kernel", "(rows < M)[:, None]", "(rows <= M)[:, None]"),
+    "the first tiles": (fp8_transpose, "_turn_kernel", "65535 * tl.program_id(2)", "0 * tl.program_id(2) - tl.program_id(1)"),
+    "strided codes as they lie": (fp8_transpose, "transpose_codes", "codes.contiguous()", "codes"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
-    mutant = mutate(*MUTANTS[name], entry=fp8_turn)
+    mutant = mutate(*MUTANTS[name], entry=fp8_transpose)
     room = drawn((400, 256))  # what lies after the last row is no zero
-    assert not all(is_turned(codes, mutant) for codes in (room[:300], room[:37, :203], room.view(-1)[: 37 * 256].view(37, 256)))
+    parts = room[:300], room[:37, :203], room.view(-1)[: 37 * 256].view(37, 256)
+    assert not all(is_transposed(codes, mutant) for codes in parts)
