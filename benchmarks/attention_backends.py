@@ -11,7 +11,6 @@ backward allocates. What a package doesn't take is a line that says why. Words c
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 
 import torch
 from attention_tiles import Case
+from measuring import write
 from rich.console import Console
 from rich.table import Table
 
 from onepass.bench.attention_options import MIXED
-from onepass.bench.record import commit, device_name, versions
 from onepass.ops.attention.attention import attend_with, attention
 from onepass.runtime.backend import find_op
 from onepass.runtime.ceilings import clock_for
@@ -114,10 +113,7 @@ def main() -> None:
                     for end, shape in (("", ".3f"), (", MiB", ".0f")))  # fmt: skip
             table.add_row(row["by"], f"{row['forward']:.3f}", *both)
         console.print(table)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            record = {"commit": commit(), "device": device_name(device), "versions": versions(), "rows": found}
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write(args.json, device, rows=found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ compile first, each some of the candidates, so that a case takes less than a min
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -20,12 +19,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from measuring import write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from onepass.bench.attention_options import MIXED
-from onepass.bench.record import commit, device_name, versions
+from onepass.bench.record import commit, device_name
 from onepass.ops.attention import backward, forward
 from onepass.ops.attention.formula import AttentionOptions, parts_of
 from onepass.ops.attention.forward import AttentionTiles, attend, head_block
@@ -196,8 +196,7 @@ def main() -> None:
         else:
             table.add_row(*cells, f"{row['ms']:.3f}", f"{row['tflops']:.0f}", f"{row['error']:.1e}")
     Console(width=150).print(table)
-    if args.json:
-        args.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
+    write(args.json, torch.device("cuda"), rows=rows)
 
 
 if __name__ == "__main__":

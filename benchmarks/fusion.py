@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import onepass
+from onepass.profiling.record import run
 
 Fn = Callable[..., Any]
 WRITTEN = "as written"
@@ -246,15 +247,6 @@ def kernels(step: Callable[[], Any], calls: int = 5) -> tuple[float, float, dict
     return len(found) / calls, sum(e.time_range.elapsed_us() for e in found) / calls, names
 
 
-def wall_us(step: Callable[[], Any], calls: int) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls * 1e6
-
-
 def far(results: Any, written: Any) -> float:
     """The largest difference, over the largest value, of any result."""
     pairs = zip(_flat(results), _flat(written), strict=True)
@@ -288,7 +280,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         for name, step in steps.items():
             step()
             calls = 10 if name == WRITTEN else 40
-            walls[name].append(wall_us(step, calls))
+            walls[name].append(run(step, calls)[0])
     for name, each in walls.items():
         found[name]["wall_us"] = statistics.median(each)
         found[name]["wall_us_range"] = [min(each), max(each)]

@@ -16,16 +16,15 @@ loss of every run without dropout jump from 7.3 to 10.9 and back, which a last b
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import write
 from rich.console import Console
 from rich.table import Table
 
-from onepass.bench.record import commit, device_name, versions
 from onepass.gpt import preset
 from onepass.train import text
 from onepass.train.batches import Batches
@@ -103,12 +102,9 @@ def main() -> None:
     for row in rows:
         shown.add_row(row["run"], row["beside"], f"{row['mean']:.2e}", f"{row['most']:.2e}")
     console.print(shown)
-    if args.json:
-        record = {"commit": commit(), "gpu": device_name(device), "versions": versions(), "preset": args.preset}
-        record |= {"tokens": args.sequences * args.length, "steps": args.steps, "lr": args.lr, "warmup": args.warmup}
-        record["rows"] = rows
-        record["losses"] = {name: [round(float(loss), 5) for loss in run] for name, run in found.items()}
-        args.json.write_text(json.dumps(record) + "\n")
+    settings = {"preset": args.preset, "tokens": args.sequences * args.length, "steps": args.steps, "lr": args.lr}
+    curves = {name: [round(float(loss), 5) for loss in run] for name, run in found.items()}
+    write(args.json, device, **settings, warmup=args.warmup, rows=rows, losses=curves)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from onepass.bench.record import commit, device_name, versions
+from onepass.profiling.record import run
 from onepass.profiling.trace import Interval
 
 _CYCLES = 120_000_000  # about 60 ms
@@ -53,16 +53,8 @@ def ranks_ms(step: Callable[[], object], wait: Callable[[], None] = lambda: None
 
 def step_ms(step: Callable[[], object], rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """Return the milliseconds of a step among others, and those until the CPU has queued it, a number for each round."""
-    times, queued = [], []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(steps):
-            step()
-        queued.append((time.perf_counter() - begun) / steps * 1e3)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) / steps * 1e3)
-    return times, queued
+    runs = [run(step, steps) for _ in range(rounds)]
+    return [wall / 1e3 for wall, _ in runs], [host / 1e3 for _, host in runs]
 
 
 def peak_mib(step: Callable[[], object]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import sys
 import types
 import typing
@@ -66,7 +67,10 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         description = summary[0].upper() + summary[1:] + "."
         command = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
         if name == named:
-            fill(command, argv)
+            if isinstance(fill, str):
+                _add_module(command, fill)
+            else:
+                fill(command, argv)
             command.set_defaults(command=name, options=list(command._option_string_actions), parser=command)
     return parser
 
@@ -74,47 +78,18 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 def _advice(unknown: Sequence[str], args: argparse.Namespace) -> str:
     """Say what a command has in place of options that other programs have, or else which option is the nearest."""
     options = [each.partition("=")[0] for each in unknown]
-    in_place_of = getattr(args, "in_place_of", lambda option: None)
-    found = {option: ours for option in options if (ours := in_place_of(option))}
-    if found:
-        return "".join(f"; in place of {option}: {ours}" for option, ours in found.items())
+    in_place = {option: ours for option in options if (ours := args.in_place_of(option))}
+    if in_place:
+        return "".join(f"; in place of {option}: {ours}" for option, ours in in_place.items())
     near = difflib.get_close_matches(options[0], args.options, 1)
     return f": did you mean {near[0]}?" if near else ""
 
 
-def _train(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    from onepass.train import command
-    from onepass.train.foreign_flags import in_place_of
-
-    command.add_arguments(parser)
-    parser.set_defaults(run=command.run, in_place_of=in_place_of)
-
-
-def _bench(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    from onepass.bench import command
-
-    command.add_arguments(parser)
-    parser.set_defaults(run=command.run)
-
-
-def _profile(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    from onepass.profiling import script
-
-    script.add_arguments(parser)
-    parser.set_defaults(run=script.run)
-
-
-def _fuzz(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    from onepass.testing import fuzz_command
-
-    fuzz_command.add_arguments(parser)
-
-
-def _doctor(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    from onepass import doctor
-
-    doctor.add_arguments(parser)
-    parser.set_defaults(run=doctor.run)
+def _add_module(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the arguments of a module that has a command: `add_arguments`, `run`, and `in_place_of` if it knows others' options."""
+    module = importlib.import_module(name)
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run, in_place_of=getattr(module, "in_place_of", lambda option: None))
 
 
 # ---- explain: shapes describe the call, and fake tensors allocate no memory ----
@@ -135,7 +110,7 @@ def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     op = next((arg for arg in argv if arg in OPS), None)
     if op is not None:
         _add_options(parser.add_argument_group(f"options of {op}"), OPS[op].function)
-    parser.set_defaults(run=_run_explain)
+    parser.set_defaults(run=_run_explain, in_place_of=lambda option: None)
 
 
 def _op(text: str) -> str:
@@ -280,13 +255,16 @@ def _pretended_gpu() -> Iterator[None]:
         yield
 
 
-_COMMANDS = {
-    "train": ("train a GPT that uses all of it, and see what each fusion brings", _train),
-    "bench": ("measure ops against their peers", _bench),
-    "profile": ("run a script and say what it does with the machine, and what of onepass would apply", _profile),
+_Fill = Callable[[argparse.ArgumentParser, list[str]], None]
+_COMMANDS: dict[str, tuple[str, str | _Fill]] = {  # what it does, and the module that has it, or what adds its arguments
+    "train": ("train a GPT that uses all of it, and see what each fusion brings", "onepass.train.command"),
+    "bench": ("measure ops against their peers", "onepass.bench.command"),
+    "profile": (
+        "run a script and say what it does with the machine, and what of onepass would apply", "onepass.profiling.script"
+    ),
     "explain": ("say which backend and kernels a call would take, and why, without running it", _explain),
-    "fuzz": ("run random calls of every op against its formula in fp64", _fuzz),
-    "doctor": ("look for what is broken or slow on this machine", _doctor),
+    "fuzz": ("run random calls of every op against its formula in fp64", "onepass.testing.fuzz_command"),
+    "doctor": ("look for what is broken or slow on this machine", "onepass.doctor"),
 }
 
 

@@ -248,7 +248,7 @@ def test_a_table_runs_without_a_graph_what_can_not_be_captured(graphs, monkeypat
     for captures in (True, False):
         if not captures:
             monkeypatch.setattr(steps, "capture", lambda call, device: torch.ones(2) @ torch.ones(3))
-        step = table._stepper(config, options, alone(), batches)
+        step = table._stepper(table.Variant(config, options, alone(), batches))
         found.append([step(number, 0.01).item() for number in range(3)])
     assert found[0] == pytest.approx(found[1], rel=1e-5) and len(graphs) == 1 and graphs[0][0].replays == 6
 
@@ -278,7 +278,7 @@ def test_tensor_parallel_ranks_capture_together_or_not_at_all(graphs, monkeypatc
 def test_a_run_says_what_it_decided_and_its_tables_run_alike(clock, graphs, monkeypatch, tmp_path, corpus, capsys):
     monkeypatch.setattr(setup, "_measures_graphs", lambda config, options, *_: options.cuda_graphs is None)
     given = []
-    monkeypatch.setattr(command, "compare", lambda config, options, *_: given.append(options) or (None, None))
+    monkeypatch.setattr(command, "compare", lambda variant: given.append(variant.options) or (None, None))
     monkeypatch.setattr(command, "table", lambda *_: "the table")
     size = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--vocab-size", "300", "--seq-length", "16"]
     quick = ["--micro-batch-size", "2", "--train-iters", "11", "--eval-iters", "0", "--samples", "0", "--no-fusion-table"]

@@ -30,7 +30,7 @@ from onepass.train.loop import TrainRun
 from onepass.train.options import Options
 from onepass.train.record import Line
 from onepass.train.steps import TrainSteps
-from onepass.train.table import Without, _in_turns, _side_by_side, fusions, table_of_fusions, without
+from onepass.train.table import Variant, Without, _in_turns, _side_by_side, fusions, table_of_fusions, without
 
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --vocab-size 300 --seq-length 16 "
@@ -282,7 +282,8 @@ def test_on_a_cpu_the_ways_of_a_small_model_take_turns():
     assert a_unrest > 1.5 and b_unrest > 1.5
     on_cpu, on_gpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cpu", "cuda"))
     small, large = Config(), Config(num_layers=48, hidden_size=2048)
-    assert [_side_by_side(*given, 10) for given in ((small, on_cpu), (large, on_cpu), (small, on_gpu))] == [True, False, False]
+    variants = [Variant(config, None, layout, None) for config, layout in ((small, on_cpu), (large, on_cpu), (small, on_gpu))]
+    assert [_side_by_side(variant, 10) for variant in variants] == [True, False, False]
 
 
 def test_the_table_of_fusions_is_set_beside_the_better_of_two():

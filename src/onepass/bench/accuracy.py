@@ -27,13 +27,13 @@ def judged(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the errors of a contender's outputs and gradients, and the allowed errors."""
     formula = bench.formula_of(case)
-    found, baseline = errors(formula, inputs, got, with_baseline=ours and bench.baseline is None)
+    errors_found, baseline = errors(formula, inputs, got, with_baseline=ours and bench.baseline is None)
     if not ours:
-        return found, dict.fromkeys(found, allowed_to_peers(case))
+        return errors_found, dict.fromkeys(errors_found, allowed_to_peers(case))
     if bench.baseline is not None:
         baseline, _ = errors(formula, inputs, _baseline_outputs(bench.baseline(case), inputs), with_baseline=False)
     least = {name: _ONE_NUMBER[case.dtype] for name in inputs.summed}
-    return found, {name: max(1.25 * baseline[name] + 1e-6, least.get(name, 0.0)) for name in found}
+    return errors_found, {name: max(1.25 * baseline[name] + 1e-6, least.get(name, 0.0)) for name in errors_found}
 
 
 def allowed_to_peers(case: BenchCase) -> float:

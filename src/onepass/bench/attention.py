@@ -136,9 +136,9 @@ def _by_kernel(case: BenchCase, kernel: SDPBackend) -> Call:
 def _flash_attn_4(case: BenchCase) -> Call:
     names = "flash_attn_func", "flash_attn_varlen_func"
     of_rows, of_documents = (imported("flash_attn.cute", name) for name in names)
-    given = with_options.options_of(case)
-    left = given["window"] - 1 if "window" in given else None
-    options = {"causal": True, "window_size": (left, None if left is None else 0), "softcap": given.get("softcap", 0.0)}
+    ours = with_options.options_of(case)
+    left = ours["window"] - 1 if "window" in ours else None
+    options = {"causal": True, "window_size": (left, None if left is None else 0), "softcap": ours.get("softcap", 0.0)}
     options["deterministic"] = _is_ordered(case)
 
     def call(qkv: Tensor, *tensors: Tensor) -> Result:

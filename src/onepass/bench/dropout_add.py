@@ -121,8 +121,8 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 
 def _backend(case: BenchCase, inputs: Inputs) -> str:
-    given = dict(inputs.tensors)
-    return explain("dropout_add", given["x"], given["residual"], P, bias=given.get("bias")).backend
+    tensors = dict(inputs.tensors)
+    return explain("dropout_add", tensors["x"], tensors["residual"], P, bias=tensors.get("bias")).backend
 
 
 _NONE = "has no dropout with a residual"

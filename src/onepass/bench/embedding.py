@@ -82,8 +82,8 @@ class _MainGrad(torch.autograd.Function):
 
 def _gathering(case: BenchCase, function: Any) -> Call:
     def call(ids: Tensor, weight: Tensor) -> Result:
-        given: Tensor = _MainGrad.apply(weight) if hasattr(weight, "main_grad") else weight  # type: ignore[no-untyped-call]
-        y: Tensor = function(ids, given)
+        table: Tensor = _MainGrad.apply(weight) if hasattr(weight, "main_grad") else weight  # type: ignore[no-untyped-call]
+        y: Tensor = function(ids, table)
         return y
 
     return call

@@ -37,8 +37,8 @@ from onepass.bench.huggingface_cases import (
     reached,
 )
 from onepass.bench.peers import find_peers
-from onepass.bench.record import commit, device_name, plain, version_of, versions
-from onepass.runtime.errors import CommandError
+from onepass.bench.record import commit, device_name, plain, versions
+from onepass.runtime.errors import CommandError, version_of
 from onepass.runtime.fp8 import unfit_gpu
 
 NAME = "huggingface"
@@ -248,12 +248,12 @@ def _row(case: ModelCase, result: ModelResult) -> dict[str, Any]:
 
 
 def _bar(case: ModelCase, rows: list[ModelResult]) -> list[dict[str, Any]]:
-    found = []
+    bars = []
     for bar in case.bars:
         is_now = reached(bar, rows)
         value, enough = is_now or (None, None)
-        found.append({"case": case.name, **asdict(bar), "is": plain(value, _DIGITS), "reached": enough})
-    return found
+        bars.append({"case": case.name, **asdict(bar), "is": plain(value, _DIGITS), "reached": enough})
+    return bars
 
 
 def _in_order(rows: dict[str, ModelResult]) -> list[ModelResult]:

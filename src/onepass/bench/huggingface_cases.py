@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from onepass.bench.model import worst
+
 EAGER, COMPILED, LIGER, OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED = CONTENDERS = (
     "eager", "torch.compile", "Liger", "onepass", "onepass + torch.compile", "onepass fp8", "onepass packed",
 )  # fmt: skip
@@ -156,8 +158,7 @@ class ModelResult:
 
     @property
     def worst_error(self) -> float | None:
-        # NaN is the worst; max alone may drop it
-        return max(self.errors.values(), key=lambda e: (e != e, e)) if self.errors else None
+        return worst(self.errors.values())
 
 
 def compare(rows: list[ModelResult]) -> None:
@@ -167,12 +168,8 @@ def compare(rows: list[ModelResult]) -> None:
         if eager is None or row.status != "ok" or len(row.losses) != len(eager.losses):
             continue
         others = eager.losses_again if row is eager else eager.losses
-        row.loss_apart = _worst([abs(a - b) for a, b in zip(row.losses, others, strict=False)])
-        row.error_of_eager = _worst([(row.errors[kind] - 1e-6) / max(error, 1e-9) for kind, error in eager.errors.items()])
-
-
-def _worst(values: list[float]) -> float | None:
-    return max(values, key=lambda value: (value != value, value)) if values else None
+        row.loss_apart = worst(abs(a - b) for a, b in zip(row.losses, others, strict=False))
+        row.error_of_eager = worst((row.errors[kind] - 1e-6) / max(error, 1e-9) for kind, error in eager.errors.items())
 
 
 def reached(bar: AcceptanceBar, rows: list[ModelResult]) -> tuple[float, bool] | None:

@@ -39,9 +39,10 @@ from onepass.bench.huggingface_cases import (
     ModelResult,
 )
 from onepass.bench.peers import imported
+from onepass.profiling.record import run, synchronize
 
 _ROUNDS, _WARM = 5, 3
-_ROUND_MS, _FEWEST, _MOST = 1000, 2, 20  # a round's length, and the fewest and the most steps in it
+_ROUND_US, _FEWEST, _MOST = 1e6, 2, 20  # a round's length, and the fewest and the most steps in it
 _RATE, _RISING = 1e-4, 50  # the learning rate, and in how many steps it is reached
 
 
@@ -72,7 +73,7 @@ def measured(case: ModelCase, contender: str, device: torch.device, steps: int, 
     result.errors = errors(model, exact)
     del exact
     trainer.update()
-    _synchronize(device)
+    synchronize()
     result.first_s = time.perf_counter() - begun
     losses += [trainer.step(next(batches)) for _ in range(steps - 1)]
     result.losses = [float(loss) for loss in losses]
@@ -224,30 +225,14 @@ def _time(result: ModelResult, step: Callable[[], object], device: torch.device,
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    once, _ = _round(step, 1, device)
-    count = _FEWEST if quick else max(_FEWEST, min(_MOST, int(_ROUND_MS / once)))
-    rounds = [_round(step, count, device) for _ in range(_ROUNDS)]
-    times = [whole for whole, _ in rounds]
+    once, _ = run(step, 1)
+    count = _FEWEST if quick else max(_FEWEST, min(_MOST, int(_ROUND_US / once)))
+    rounds = [run(step, count) for _ in range(_ROUNDS)]
+    times = [wall / 1e3 for wall, _ in rounds]
     result.ms, result.ms_range = statistics.median(times), [min(times), max(times)]
-    result.cpu_ms = statistics.median(queued for _, queued in rounds)
+    result.cpu_ms = statistics.median(host for _, host in rounds) / 1e3
     if device.type == "cuda":
         result.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
-
-
-def _round(step: Callable[[], object], count: int, device: torch.device) -> tuple[float, float]:
-    """Return milliseconds per step of back-to-back steps: until all work is done, and until the CPU has queued it."""
-    _synchronize(device)
-    begun = time.perf_counter()
-    for _ in range(count):
-        step()
-    queued = time.perf_counter()
-    _synchronize(device)
-    return (time.perf_counter() - begun) / count * 1e3, (queued - begun) / count * 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

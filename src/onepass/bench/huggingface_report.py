@@ -78,10 +78,10 @@ def _said(bar: AcceptanceBar, rows: list[ModelResult]) -> str:
     what, digits = FIGURES[bar.figure]
     most = f"{bar.most:.2f} x {bar.of}" if bar.of else format(at_most(bar, rows), digits)
     asked = f"{bar.contender}, {what} at most {most}: "
-    found = reached(bar, rows)
-    if found is None:
+    figure = reached(bar, rows)
+    if figure is None:
         return f"[dim]{asked}not known[/]"
-    value, enough = found
+    value, enough = figure
     verdict = "[green]reached[/]" if enough else "[red]not reached[/]"
     return f"{asked}{format(value, '.4f' if bar.of else digits)}, {verdict}"
 

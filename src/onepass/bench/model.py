@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,6 +91,11 @@ class Contender:
         return self.compiles or self.name in _BY_CUTE
 
 
+def worst(errors: Iterable[float]) -> float | None:
+    """Return the largest, or NaN if there is one: max alone may drop it. None if there are none."""
+    return max(errors, key=lambda error: (error != error, error), default=None)
+
+
 @dataclass
 class Measured:
     """One contender's figures on one case. If it is wrong or raised, it has errors or a message and no times."""
@@ -115,9 +120,12 @@ class Measured:
     allowed: dict[str, float] = field(default_factory=dict)
 
     @property
+    def both_ms(self) -> float | None:
+        return None if self.forward_ms is None or self.backward_ms is None else self.forward_ms + self.backward_ms
+
+    @property
     def worst_error(self) -> float | None:
-        # NaN is the worst; max alone may drop it
-        return max(self.errors.values(), key=lambda e: (e != e, e)) if self.errors else None
+        return worst(self.errors.values())
 
 
 @dataclass

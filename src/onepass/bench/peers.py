@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from onepass.bench.model import BenchCase, Call, Contender
+from onepass.runtime.errors import version_of
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,7 @@ def _version(package: PeerPackage) -> str | None:
             return None
     except (ImportError, ValueError):  # its parent package is missing, or it is partly installed
         return None
-    try:
-        return metadata.version(package.distribution)
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
+    return version_of(package.distribution) or "of unknown version"
 
 
 def imported(module: str, name: str) -> Any:
@@ -178,8 +175,8 @@ def on_copies(call: Callable[..., Any], count: int) -> Callable[..., Any]:
         if key not in copies:
             copies.clear()
             copies[key] = [t.detach().clone() for t in args[:count]]
-        given: tuple[Tensor, ...] = _Replaced.apply(copies[key], *args[:count])  # type: ignore[no-untyped-call]
-        return call(*given, *args[count:])
+        replaced: tuple[Tensor, ...] = _Replaced.apply(copies[key], *args[:count])  # type: ignore[no-untyped-call]
+        return call(*replaced, *args[count:])
 
     return called
 

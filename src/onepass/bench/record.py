@@ -8,7 +8,6 @@ import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from onepass.bench.model import CaseResult, CpuTime, CpuTimes, Measured
 from onepass.bench.options import short
 from onepass.kernels.language import triton
 from onepass.runtime.ceilings import Ceilings
+from onepass.runtime.errors import version_of
 
 SCHEMA = 1
 
@@ -64,7 +64,7 @@ def _cpu_name() -> str:
 
 def versions() -> dict[str, str | None]:
     return {
-        "onepass": metadata.version("onepass"),
+        "onepass": version_of("onepass"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__ if triton else None,
@@ -72,13 +72,6 @@ def versions() -> dict[str, str | None]:
         "cudnn": None if (cudnn := torch.backends.cudnn.version()) is None else str(cudnn),
         "cutlass_dsl": version_of("nvidia-cutlass-dsl"),
     }
-
-
-def version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def commit() -> str | None:

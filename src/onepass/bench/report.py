@@ -31,6 +31,10 @@ class _Column:
     fastest: str | None = None  # the row with the smallest such figure is green in this column
     dispensable: int = 0  # on a narrow terminal the column with the highest value is dropped first
 
+    def styled(self, row: Measured, best: bool) -> str:
+        text = self.cell(row)
+        return f"[{_BEST}]{text}[/]" if best and text else text
+
 
 class BenchReport:
     """Print results on stdout as soon as they are known."""
@@ -127,7 +131,7 @@ class BenchReport:
         finished = [row for row in result.rows if not row.floor]
         best = {column.fastest: _fastest(finished, column.fastest) for column in columns if column.fastest}
         for row in (*result.rows, result.copy):
-            cells = [_styled(column.cell(row), _BEST if best.get(column.fastest or "") is row else "") for column in columns]
+            cells = [column.styled(row, best.get(column.fastest or "") is row) for column in columns]
             style = _OURS if row.ours else "dim" if row is result.copy else ""
             table.add_row(self._name(row.contender, row.ours), *cells, style=style)
         verdicts = [said for said in (against_best(result), bound_by_calls(result), left_out(result)) if said]
@@ -204,7 +208,8 @@ def _time(name: str) -> Callable[[Measured], str]:
     def cell(row: Measured) -> str:
         if row.status != "ok":
             return f"[red]{row.status}[/]" if name == "forward_ms" else ""
-        return _us(getattr(row, name))
+        ms = getattr(row, name)
+        return "" if ms is None else f"{ms * 1e3:.1f}"
 
     return cell
 
@@ -217,16 +222,12 @@ def against_best(result: CaseResult) -> str | None:
     ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
     peers = [row for row in result.rows if not (row.ours or row.floor)]
     parts = []
-    for name, time in (("forward", lambda row: row.forward_ms), ("forward and backward", _both_ms)):
-        times = {row.contender: ms for row in peers if (ms := time(row)) is not None}
-        if ours is not None and times and (mine := time(ours)) is not None:
+    for name, field in (("forward", "forward_ms"), ("forward and backward", "both_ms")):
+        times: dict[str, float] = {row.contender: ms for row in peers if (ms := getattr(row, field)) is not None}
+        if ours is not None and times and (mine := getattr(ours, field)) is not None:
             best = min(times, key=times.__getitem__)
             parts.append(f"{name} {times[best] / mine:.2f} x the speed of {best}")
     return "onepass against the best peer: " + ", ".join(parts) if parts else None
-
-
-def _both_ms(row: Measured) -> float | None:
-    return None if row.forward_ms is None or row.backward_ms is None else row.forward_ms + row.backward_ms
 
 
 def _fastest(rows: list[Measured], name: str) -> Measured | None:
@@ -284,14 +285,6 @@ def _bytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def _us(ms: float | None) -> str:
-    return "" if ms is None else f"{ms * 1e3:.1f}"
-
-
 def _error(row: Measured) -> str:
     worst = row.worst_error
     return "" if worst is None else f"{worst:.1e}"
-
-
-def _styled(text: str, style: str) -> str:
-    return f"[{style}]{text}[/]" if style and text else text

@@ -215,9 +215,7 @@ def _set_against(reference: Measured | None, rows: list[Measured], case: BenchCa
 
 
 def _whole_ms(row: Measured, case: BenchCase) -> float | None:
-    if not case.backward_bytes:
-        return row.forward_ms
-    return None if row.forward_ms is None or row.backward_ms is None else row.forward_ms + row.backward_ms
+    return row.both_ms if case.backward_bytes else row.forward_ms
 
 
 def _lane(name: str, call: Call, inputs: Inputs) -> _Lane:

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onepass.doctor.environment import BROKEN, GPU_SLOWERS, OK, OLDEST_TRANSFORMERS, SLOWERS, WARNING, Check, version_of
+from onepass.doctor.environment import BROKEN, GPU_SLOWERS, OK, OLDEST_TRANSFORMERS, SLOWERS, WARNING, Check
 from onepass.kernels import language
 from onepass.kernels.language import triton
 from onepass.runtime import backend
-from onepass.runtime.errors import install_hint
+from onepass.runtime.errors import install_hint, version_of
 from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, weights_of
 
@@ -47,7 +47,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     broken: list[Check] = []  # the probes that raised
     devices = [torch.device("cpu"), *_tried("GPUs", _gpus, broken)]
-    found = Diagnosis(_versions(), _devices(devices, broken), _backends(devices, broken))
+    diagnosis = Diagnosis(_versions(), _devices(devices, broken), _backends(devices, broken))
     checks: list[Check] = []
     for trap in _TRAPS:
         checks += _tried(_title(trap), trap, checks)
@@ -58,8 +58,8 @@ def diagnose() -> Diagnosis:
         for op in sorted(OPS):
             for name in backend.NATIVE:
                 checks += _tried(f"self-test of {op}, {name} on {device}", partial(_self_test, op, device, name), checks)
-    found.checks = broken + checks
-    return found
+    diagnosis.checks = broken + checks
+    return diagnosis
 
 
 def _tried(name: str, probe: Callable[[], Iterable[T]], checks: list[Check]) -> list[T]:
@@ -81,11 +81,14 @@ def _title(trap: Callable[..., Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"onepass": version_of("onepass") or "not installed", "python": platform.python_version(), "torch": torch.__version__}
-    found["triton"] = triton.__version__ if triton else "none"
-    found["numpy"] = version_of("numpy") or "none"
-    found["cuda"] = torch.version.cuda or "none (a CPU build of PyTorch)"
-    return found
+    return {
+        "onepass": version_of("onepass") or "not installed",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__ if triton else "none",
+        "numpy": version_of("numpy") or "none",
+        "cuda": torch.version.cuda or "none (a CPU build of PyTorch)",
+    }
 
 
 def _gpus() -> list[torch.device]:
@@ -93,11 +96,11 @@ def _gpus() -> list[torch.device]:
 
 
 def _devices(devices: list[torch.device], broken: list[Check]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    facts_of: list[dict[str, Any]] = []
     for device in devices:
         facts = _tried(f"properties of {device}", partial(_facts, device), broken)
-        found.append({"device": str(device)} | (dict(facts) or {"name": "it does not answer"}))
-    return found
+        facts_of.append({"device": str(device)} | (dict(facts) or {"name": "it does not answer"}))
+    return facts_of
 
 
 def _facts(device: torch.device) -> Iterable[tuple[str, Any]]:
@@ -114,14 +117,14 @@ def _facts(device: torch.device) -> Iterable[tuple[str, Any]]:
 
 def _backends(devices: list[torch.device], broken: list[Check]) -> dict[str, dict[str, dict[str, str | None]]]:
     """Return op -> device -> backend -> reason. A backend whose probe raises is left out, and a broken check is added."""
-    found: dict[str, dict[str, dict[str, str | None]]] = {}
+    reasons: dict[str, dict[str, dict[str, str | None]]] = {}
     for op in sorted(OPS):
-        found[op] = {}
+        reasons[op] = {}
         for device in devices:
             names = ("triton", "torch", *OPS[op].others)
             asked = (_tried(f"{name} for {op} on {device}", partial(_reason, op, device, name), broken) for name in names)
-            found[op][str(device)] = dict(pair for pairs in asked for pair in pairs)
-    return found
+            reasons[op][str(device)] = dict(pair for pairs in asked for pair in pairs)
+    return reasons
 
 
 def _reason(op: str, device: torch.device, name: str) -> Iterator[tuple[str, str | None]]:
@@ -135,8 +138,8 @@ def _reason(op: str, device: torch.device, name: str) -> Iterator[tuple[str, str
 
 
 def _sample(op: str) -> Sample:
-    found: Sample = OPS[op].samples.SAMPLES[op]
-    return found
+    sample: Sample = OPS[op].samples.SAMPLES[op]
+    return sample
 
 
 # ---- known traps ----
@@ -171,19 +174,14 @@ def _numpy() -> Iterator[Check]:
     if triton is None:
         return
     name, version = "numpy and the interpreter", version_of("numpy")
-    repair = "import onepass.testing.interpreter before running kernels, as our tests do"
+    in_use, unused = language.INTERPRETED, "" if language.INTERPRETED else " (it is not in use)"
     if version is None:
-        verdict = BROKEN if language.INTERPRETED else OK
-        found = "numpy is not installed, and Triton's interpreter needs it" + (
-            "" if language.INTERPRETED else " (it is not in use)"
-        )
-        yield Check(name, verdict, found, install_hint("test") if language.INTERPRETED else "")
+        found = f"numpy is not installed, and Triton's interpreter needs it{unused}"
+        yield Check(name, BROKEN if in_use else OK, found, install_hint("test") if in_use else "")
     elif tuple(int(part) for part in version.split(".")[:2]) >= (2, 4):
-        found = f"range() over a run-time argument raises in the interpreter under numpy {version}"
-        if language.INTERPRETED:
-            yield Check(name, WARNING, found, repair)
-        else:
-            yield Check(name, OK, f"{found} (it is not in use)", repair)
+        found = f"range() over a run-time argument raises in the interpreter under numpy {version}{unused}"
+        repair = "import onepass.testing.interpreter before running kernels, as our tests do"
+        yield Check(name, WARNING if in_use else OK, found, repair)
     else:
         yield Check(name, OK, f"numpy {version} agrees with Triton's interpreter")
 
@@ -330,8 +328,8 @@ def _applied(name: str, family: str) -> Iterator[Check]:
         found = f"gradients differ by {apart[0]:.1e}, and by {apart[1]:.1e} after a norm was replaced"
         yield Check(name, BROKEN, found if noticed else f"a norm that was replaced is not noticed; {found}", report)
     elif missing:
-        said = "; ".join(f"{part}: {whys.get(part) or 'not recognised'}" for part in missing)
-        yield Check(name, WARNING, f"slower than it could be, as some parts are left: {said}", report)
+        left = "; ".join(f"{part}: {whys.get(part) or 'not recognised'}" for part in missing)
+        yield Check(name, WARNING, f"slower than it could be, as some parts are left: {left}", report)
     else:
         yield Check(name, OK, f"replaces {', '.join(known.parts)}; gradients are the model's, also after a norm was replaced")
 
@@ -395,8 +393,8 @@ def _excess(op: str, device: torch.device, name: str, dtype: torch.dtype) -> flo
 def _run(function: Callable[..., Any], frozen: int, *tensors: Tensor) -> list[Tensor]:
     asked = [tensor.is_floating_point() and i < len(tensors) - frozen for i, tensor in enumerate(tensors)]
     leaves = [tensor.detach().requires_grad_(ask) for tensor, ask in zip(tensors, asked, strict=True)]
-    found = function(*leaves)
-    ys = (found,) if isinstance(found, Tensor) else found
+    result = function(*leaves)
+    ys = (result,) if isinstance(result, Tensor) else result
     torch.autograd.backward(ys, list(map(weights_of, ys)))
     return [*(y.detach() for y in ys), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -417,29 +415,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = diagnose()
+    diagnosis = diagnose()
     if args.json:
-        json.dump(asdict(found) | {"broken": found.broken}, sys.stdout, indent=2)
+        json.dump(asdict(diagnosis) | {"broken": diagnosis.broken}, sys.stdout, indent=2)
         print()
     else:
-        _show(found)
-    return 1 if found.broken else 0
+        _show(diagnosis)
+    return 1 if diagnosis.broken else 0
 
 
-def _show(found: Diagnosis) -> None:
+def _show(diagnosis: Diagnosis) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print("  ".join(f"[bold]{name}[/] {version}" for name, version in found.versions.items()))
-    for device in found.devices:
+    console.print("  ".join(f"[bold]{name}[/] {version}" for name, version in diagnosis.versions.items()))
+    for device in diagnosis.devices:
         facts = (f"{name} {value}" for name, value in device.items() if name not in ("device", "name"))
         console.print("  ".join((device["device"], device["name"], *facts)))
     usable = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("op", "device", "backend", ""):
         usable.add_column(heading)
-    for op, devices in found.backends.items():
+    for op, devices in diagnosis.backends.items():
         for where, reasons in devices.items():
             for name, reason in reasons.items():
                 usable.add_row(op, where, name, "[green]can be used[/]" if reason is None else f"no: {escape(reason)}")
@@ -447,11 +445,11 @@ def _show(found: Diagnosis) -> None:
     for heading in ("", "check", "found"):
         checks.add_column(heading)
     colours = {OK: "green", WARNING: "yellow", BROKEN: "bold red"}
-    for check in found.checks:
+    for check in diagnosis.checks:
         advice = f"\n[bold]do:[/] {escape(check.advice)}" if check.advice and check.verdict != OK else ""
         checks.add_row(f"[{colours[check.verdict]}]{check.verdict}[/]", check.name, escape(check.found) + advice)
     for table in (usable, checks):
         console.print()
         console.print(table)
-    counts = {verdict: sum(check.verdict == verdict for check in found.checks) for verdict in (WARNING, BROKEN)}
+    counts = {verdict: sum(check.verdict == verdict for check in diagnosis.checks) for verdict in (WARNING, BROKEN)}
     console.print(f"\n{counts[BROKEN]} broken, {counts[WARNING]} warning{'' if counts[WARNING] == 1 else 's'}")

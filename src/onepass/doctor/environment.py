@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from onepass.ops.attention.by_flash import flash_functions
+from onepass.runtime.errors import version_of
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
 OLDEST_TRANSFORMERS = 5  # that huggingface.apply was tried with
@@ -25,14 +25,6 @@ class Check:
     verdict: str
     found: str
     advice: str = ""
-
-
-def version_of(package: str) -> str | None:
-    """Return the version of a package that is installed, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True)

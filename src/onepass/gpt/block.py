@@ -142,7 +142,7 @@ def sequences(x: Tensor, config: Config) -> Tensor:
 
     Under sequence parallelism the layer returns [B * ranks, S / ranks, ...]: the ranks' shards along the first dimension.
     """
-    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    ranks = config.sequence_ranks
     return x if ranks == 1 else x.reshape(x.shape[0] // ranks, x.shape[1] * ranks, *x.shape[2:])
 
 

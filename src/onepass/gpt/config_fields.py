@@ -204,6 +204,11 @@ class ConfigFields(Settings):
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
+    def sequence_ranks(self) -> int:
+        """How many ranks share each sequence."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    @property
     def stages_per_rank(self) -> int:
         """virtual_pipeline_model_parallel_size, or its default: what num_layers_per_virtual_pipeline_stage implies, else 1."""
         if self.virtual_pipeline_model_parallel_size is not None:

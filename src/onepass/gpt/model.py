@@ -208,8 +208,7 @@ class Model(nn.Module):
         if self.first:
             _check_tokens(x)
             return x.shape[0], x.shape[1]
-        c = self.config
-        return x.shape[0], x.shape[1] * (c.tensor_model_parallel_size if c.sequence_parallel else 1)
+        return x.shape[0], x.shape[1] * self.config.sequence_ranks
 
     def _places(self, x: Tensor, cu_seqlens: Tensor | None, positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return all rows' boundaries, joined, and the tokens' positions. None stands for whole rows, and for 0 to S - 1."""
@@ -248,8 +247,7 @@ class Model(nn.Module):
         c, head = self.config, self.output_layer
         assert head is not None
         if c.loss_without_logits:
-            ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
-            shape = labels.shape[0] * ranks, labels.shape[1] // ranks
+            shape = labels.shape[0] * c.sequence_ranks, labels.shape[1] // c.sequence_ranks
             mask = None if loss_mask is None else loss_mask.reshape(shape)
             loss: Tensor = head(
                 h,

@@ -64,10 +64,10 @@ def rotated(q: Tensor, k: Tensor, tables: Tables, config: Config) -> Tables:
     """Rotate q and k, [..., positions, heads, size], by the op or by PyTorch operators."""
     if config.apply_rope_fusion:
         return rope(q, k, *tables, interleaved=config.rotary_interleaved)
-    return _turned(q, *tables, config.rotary_interleaved), _turned(k, *tables, config.rotary_interleaved)
+    return _rotated_by_pytorch(q, *tables, config.rotary_interleaved), _rotated_by_pytorch(k, *tables, config.rotary_interleaved)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotated_by_pytorch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     x1, x2 = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)

@@ -213,12 +213,12 @@ def _pipeline(c: ConfigFields) -> Iterator[str]:
             "untie_embeddings_and_output_weights must be true with pipeline_model_parallel_size above 1, but is false: the first "
             "stage and the last would each have the weight, and a part of its gradient"
         )
-    given = {name: getattr(c, name) for name in (*_ENDS, *_VIRTUAL) if getattr(c, name) is not None}
+    stages = {name: getattr(c, name) for name in (*_ENDS, *_VIRTUAL) if getattr(c, name) is not None}
     if ranks == 1:
-        for name, value in given.items():
+        for name, value in stages.items():
             yield f"{name} must be None with pipeline_model_parallel_size 1, where there are no stages, but is {value}"
         return
-    ends = {name: given[name] for name in _ENDS if name in given}
+    ends = {name: stages[name] for name in _ENDS if name in stages}
     yield from _virtual_stages(c, next(iter(ends), None))
     yield from _uneven_stages(c, ends) if ends else _even_stages(c)
 

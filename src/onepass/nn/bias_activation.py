@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.kernels.philox import threshold_of
+from onepass.nn.fp8_state import shown
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.kernels import check_options
@@ -68,9 +69,5 @@ class BiasActivation(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        said = [f"{self.features}", f"activation={self.activation!r}", f"bias={self.bias is not None}"]
-        said += [f"clamp={self.clamp}"] if self.clamp is not None else []
-        said += [f"linear_offset={self.linear_offset}"] if self.linear_offset else []
-        said += [f"dropout={self.dropout}"] if self.dropout else []
-        said += [f"save={self.save!r}"] if self.save != "input" else []
-        return ", ".join(said)
+        parts = [f"{self.features}", f"activation={self.activation!r}", f"bias={self.bias is not None}"]
+        return ", ".join(parts + shown(self, clamp=None, linear_offset=0.0, dropout=0.0, save="input"))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onepass.distributed.collectives import reduce_scatter_sequence, sum_over_group
+from onepass.nn.fp8_state import shown
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 from onepass.ops.embedding.embedding import embedding
 
@@ -82,7 +83,6 @@ class VocabParallelEmbedding(DividedParameters):
         return sum_over_group(y, self.tp_group)
 
     def extra_repr(self) -> str:
-        said = [f"{self.num_embeddings}", f"{self.embedding_dim}"]
-        if self.ranks > 1:
-            said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"]
-        return ", ".join(said + (["reduce_scatter_embeddings=True"] if self.reduce_scatter_embeddings else []))
+        parts = [f"{self.num_embeddings}", f"{self.embedding_dim}"]
+        parts += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
+        return ", ".join(parts + shown(self, reduce_scatter_embeddings=False))

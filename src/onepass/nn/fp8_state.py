@@ -45,6 +45,6 @@ class GroupedLayer(nn.Module):
     grouped_weights: tuple[str, ...]  # names of their weights, [experts, N, K]
 
 
-def shown_precision(precision: Precision) -> list[str]:
-    """Return what `extra_repr` shows of a precision: nothing of the default."""
-    return [] if precision is None else [f"precision={precision!r}"]
+def shown(module: nn.Module, **defaults: Any) -> list[str]:
+    """Return what `extra_repr` shows of a module's attributes: ``name=value`` of those that are not the default."""
+    return [f"{name}={value!r}" for name, default in defaults.items() if (value := getattr(module, name)) != default]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onepass.distributed.collectives import gather_last, split_last
 from onepass.gradients.deferred import DeferredWgrad
-from onepass.nn.fp8_state import FP8Module, shown_precision
+from onepass.nn.fp8_state import FP8Module, shown
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
 from onepass.ops.linear.linear import linear
 from onepass.runtime.fp8_recipe import Precision, recipe_of
@@ -41,14 +41,14 @@ class Linear(FP8Module, nn.Linear):
         return linear(input, self.weight, self.bias, deferred=self.deferred, precision=self.precision)
 
     def extra_repr(self) -> str:
-        return ", ".join([super().extra_repr(), *shown_precision(self.precision)])
+        return ", ".join([super().extra_repr(), *shown(self, precision=None)])
 
 
-def check_input(x: Tensor, size: int, name: str, said: str = "x") -> None:
+def check_input(x: Tensor, size: int, name: str, argument: str = "x") -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{said} must be a tensor, but is a {type(x).__name__}")
+        raise TypeError(f"{argument} must be a tensor, but is a {type(x).__name__}")
     if x.shape[-1:] != (size,):
-        raise ValueError(f"{said}'s last dimension must be {size}, {name}, but {said} has shape {tuple(x.shape)}")
+        raise ValueError(f"{argument}'s last dimension must be {size}, {name}, but {argument} has shape {tuple(x.shape)}")
 
 
 class _ParallelLinear(DividedParameters):
@@ -85,9 +85,8 @@ class _ParallelLinear(DividedParameters):
         self.start_as_linear(self.input_size, self.init_method)
 
     def extra_repr(self) -> str:
-        said = [f"{self.input_size}", f"{self.output_size}", f"bias={self.bias is not None}", f"tp={self.ranks}"]
-        said += [f"{name}=True" for name in self._flags if getattr(self, name)]
-        return ", ".join(said + shown_precision(self.precision))
+        parts = [f"{self.input_size}", f"{self.output_size}", f"bias={self.bias is not None}", f"tp={self.ranks}"]
+        return ", ".join(parts + shown(self, **dict.fromkeys(self._flags, False), precision=None))
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -196,13 +195,13 @@ class ColumnParallelLinear(_ParallelLinear):
             raise ValueError(f"stride must be blocks of {size} together, output_size, but is {list(stride)}")
         return Division(0, size, len(stride), tuple(stride))
 
-    def _weight(self, given: Tensor | None) -> Tensor:
-        weight = self.weight if given is None else given
+    def _weight(self, other: Tensor | None) -> Tensor:
+        weight = self.weight if other is None else other
         if weight is None:
             raise ValueError("weight must be given with the call, as skip_weight_param_allocation leaves the module without one")
         shape = (self.output_size_per_partition, self.input_size)
-        if given is not None and given.shape != shape:
-            raise ValueError(f"weight must have shape {shape}, this rank's part, but has {tuple(given.shape)}")
+        if other is not None and other.shape != shape:
+            raise ValueError(f"weight must have shape {shape}, this rank's part, but has {tuple(other.shape)}")
         return weight
 
     def _check_gather(self, name: str, sequence_parallel: bool, bias: bool) -> None:

@@ -35,7 +35,7 @@ class LinearDivergence(VocabularyHead):
         device, dtype: of the parameters.
     """
 
-    shown = ("kind",)
+    always_shown = ("kind",)
     options = (
         "kind", "beta", "temperature", "softcap", "teacher_softcap", "reduction", "ignore_index", "logits_dtype", "chunk_bytes",
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onepass.distributed.collectives import copy_to_group, gather_sequence
 from onepass.gradients.vectors import with_fp32_grad
+from onepass.nn.fp8_state import shown
 from onepass.nn.linear import ColumnParallelLinear, Init, RowParallelLinear, check_input
 from onepass.nn.sharding import DividedParameters, check_init, check_size
 from onepass.ops.activation.activation_linear import activation_linear
@@ -123,11 +124,8 @@ class MLP(DividedParameters):
             check_per_token("per_token_scale", per_token_scale, x)
 
     def extra_repr(self) -> str:
-        said = [f"{self.hidden_size}", f"{self.ffn_hidden_size}", f"activation={self.activation!r}"]
-        said += [f"clamp={self.clamp}"] if self.clamp is not None else []
-        said += [f"linear_offset={self.linear_offset}"] if self.linear_offset else []
-        said += [f"save={self.save!r}"] if self.save != "input" else []
-        return ", ".join(said)
+        parts = [f"{self.hidden_size}", f"{self.ffn_hidden_size}", f"activation={self.activation!r}"]
+        return ", ".join(parts + shown(self, clamp=None, linear_offset=0.0, save="input"))
 
 
 class ActivationRowParallelLinear(RowParallelLinear):

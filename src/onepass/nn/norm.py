@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.nn.fp8_state import FP8Module
+from onepass.nn.fp8_state import FP8Module, shown
 from onepass.ops.norm.gated_norm import check_gate, gated_rms_norm
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.runtime.checks import check_eps
@@ -91,9 +91,9 @@ class _Norm(MarkedParameters):
             raise ValueError(f"x's last dimension must be {self.normalized_shape[0]}, but x has shape {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
-        said = [f"{self.normalized_shape}", f"eps={self.eps}", f"elementwise_affine={self.elementwise_affine}"]
+        parts = [f"{self.normalized_shape}", f"eps={self.eps}", f"elementwise_affine={self.elementwise_affine}"]
         options = ("zero_centered_gamma", "memory_efficient", "return_input", "sequence_parallel")
-        return ", ".join(said + [f"{name}=True" for name in options if getattr(self, name)])
+        return ", ".join(parts + shown(self, **dict.fromkeys(options, False)))
 
 
 class LayerNorm(_Norm):
@@ -255,8 +255,8 @@ class GatedRMSNorm(_Norm):
         )
 
     def extra_repr(self) -> str:
-        said = [super().extra_repr(), f"activation={self.activation}", f"norm_before_gate={self.norm_before_gate}"]
-        return ", ".join(said + ([] if self.group_size is None else [f"group_size={self.group_size}"]))
+        parts = [super().extra_repr(), f"activation={self.activation}", f"norm_before_gate={self.norm_before_gate}"]
+        return ", ".join(parts + shown(self, group_size=None))
 
 
 def _machine_epsilon(x: Tensor) -> float:

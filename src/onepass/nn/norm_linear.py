@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.gradients.deferred import DeferredWgrad
-from onepass.nn.fp8_state import shown_precision
-from onepass.nn.norm import MarkedParameters, is_size
+from onepass.nn.fp8_state import shown
+from onepass.nn.norm import MarkedParameters
+from onepass.nn.sharding import check_size
 from onepass.ops.norm.formula import DEFAULT_EPS
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.checks import check_eps
@@ -66,8 +67,7 @@ class NormLinear(MarkedParameters):
         if norm not in DEFAULT_EPS:
             raise ValueError(f"norm must be one of {', '.join(DEFAULT_EPS)}, but is {norm!r}")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if not is_size(size):
-                raise ValueError(f"{name} must be a size of at least 1, but is {size!r}")
+            check_size(name, size)
         recipe_of(precision)
         self.precision = precision
         self.in_features, self.out_features, self.norm = in_features, out_features, norm
@@ -119,9 +119,8 @@ class NormLinear(MarkedParameters):
         super()._load_from_state_dict({key: value for key, value in state_dict.items() if key != extra}, prefix, *rest)
 
     def extra_repr(self) -> str:
-        said = [f"{self.in_features}", f"{self.out_features}", f"norm={self.norm!r}", f"bias={self.bias is not None}"]
-        said += [f"eps={self.eps}"]
-        said += ["norm_bias=False"] if self.norm == "layer_norm" and self.layer_norm_bias is None else []
+        parts = [f"{self.in_features}", f"{self.out_features}", f"norm={self.norm!r}", f"bias={self.bias is not None}"]
+        parts += [f"eps={self.eps}"]
+        parts += ["norm_bias=False"] if self.norm == "layer_norm" and self.layer_norm_bias is None else []
         options = ("zero_centered_gamma", "return_norm_output", "return_input", "sequence_parallel")
-        said += [f"{name}=True" for name in options if getattr(self, name)]
-        return ", ".join(said + shown_precision(self.precision))
+        return ", ".join(parts + shown(self, **dict.fromkeys(options, False), precision=None))

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from onepass.nn.fp8_state import shown
 from onepass.nn.linear import Init
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size, range_of
 
@@ -17,7 +18,7 @@ class VocabularyHead(DividedParameters):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     options: ClassVar[tuple[str, ...]]  # attributes that are the op's options
-    shown: ClassVar[tuple[str, ...]] = ()  # those that extra_repr has always
+    always_shown: ClassVar[tuple[str, ...]] = ()  # those that extra_repr has always
     flags: ClassVar[tuple[str, ...]] = ("skip_weight_param_allocation",)  # what else it has where it is not the default
 
     def hold_vocabulary(
@@ -45,9 +46,9 @@ class VocabularyHead(DividedParameters):
         """Re-initialise all parameters, like those of the unsharded layer."""
         self.start_as_linear(self.hidden_size, self.init_method)
 
-    def take_weight(self, given: Tensor | None) -> Tensor:
+    def take_weight(self, other: Tensor | None) -> Tensor:
         """Return the weight that a call gives, or the module's own."""
-        weight = self.weight if given is None else given
+        weight = self.weight if other is None else other
         if weight is None:
             raise ValueError("weight must be given with the call, as skip_weight_param_allocation leaves the module without one")
         shape = (self.vocab_range[1] - self.vocab_range[0], self.hidden_size)
@@ -62,11 +63,9 @@ class VocabularyHead(DividedParameters):
         return options if reduction is None else options | {"reduction": reduction}
 
     def extra_repr(self) -> str:
-        said = [f"{self.hidden_size}", f"{self.vocab_size}", f"bias={self.bias is not None}"]
-        said += [f"{name}={getattr(self, name)!r}" for name in self.shown]
-        said += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
-        parameters = signature(type(self)).parameters
-        for name in (*self.options, *self.flags):
-            value = getattr(self, name)
-            said += [f"{name}={value!r}"] if name not in self.shown and value != parameters[name].default else []
-        return ", ".join(said)
+        parts = [f"{self.hidden_size}", f"{self.vocab_size}", f"bias={self.bias is not None}"]
+        parts += [f"{name}={getattr(self, name)!r}" for name in self.always_shown]
+        parts += [f"vocab_range={self.vocab_range}", f"tp={self.ranks}"] if self.ranks > 1 else []
+        defaults = {name: parameter.default for name, parameter in signature(type(self)).parameters.items()}
+        names = (name for name in (*self.options, *self.flags) if name not in self.always_shown)
+        return ", ".join(parts + shown(self, **{name: defaults[name] for name in names}))

@@ -101,8 +101,8 @@ class _CostCall:
     @classmethod
     def of(cls, name: str, inputs: tuple[TraceInput, ...]) -> _CostCall | None:
         for schema in _schemas(name):
-            if len(schema) == len(inputs) and all(_fits(kind, given) for (_, kind, _), given in zip(schema, inputs, strict=True)):
-                named = {argument: given for (argument, _, _), given in zip(schema, inputs, strict=True)}
+            if len(schema) == len(inputs) and all(_fits(kind, value) for (_, kind, _), value in zip(schema, inputs, strict=True)):
+                named = {argument: value for (argument, _, _), value in zip(schema, inputs, strict=True)}
                 return cls(_base(name), named, frozenset(argument for argument, _, write in schema if write))
         return None
 
@@ -243,7 +243,7 @@ def _flops(call: _CostCall) -> int | None:
     """Return the flops by PyTorch's flop_registry. Causal attention with as many keys as queries counts half, by convention."""
     name = call.base.replace("_for_cpu", "")
     formula: Any = flop_registry.get(getattr(torch.ops.aten, name))
-    shapes = [given.shape for given in call.named.values() if given.shape is not None]
+    shapes = [tensor.shape for tensor in call.named.values() if tensor.shape is not None]
     if formula is None:
         return None
     if call.base in _PRODUCTS:

@@ -236,8 +236,8 @@ def rows(calls: Iterable[OperatorCall], steps: int, limits: Limits) -> list[Oper
     for call in calls:
         by_name[short_name(call.name)].append(call)
     whole = sum(call.us for group in by_name.values() for call in group)
-    found = [_row(name, group, steps, limits, whole) for name, group in by_name.items()]
-    return sorted(found, key=lambda row: -row.us)
+    table = [_row(name, group, steps, limits, whole) for name, group in by_name.items()]
+    return sorted(table, key=lambda row: -row.us)
 
 
 def _row(name: str, calls: list[OperatorCall], steps: int, limits: Limits, whole: float) -> OperatorRow:

@@ -20,7 +20,7 @@ from onepass.profiling.limits import Limits
 from onepass.profiling.picture import Timeline, draw
 from onepass.profiling.suggestions import Suggestion
 from onepass.profiling.timeline import PictureBar
-from onepass.profiling.units import counted, number, size, time
+from onepass.profiling.units import check_whole, counted, number, size, time
 
 _TOP = 15
 _NAME = 44  # longer names are cut
@@ -84,7 +84,8 @@ class Profile:
 
     def table(self, top: int = _TOP, width: int | None = None) -> str:
         """Return the figures of the step and the `top` rows with the most time, as text of `width` characters."""
-        return _text(lambda console: _show_figures(self, console, _positive("top", top)), width)
+        check_whole("top", top, 1)
+        return _text(lambda console: _show_figures(self, console, top), width)
 
     def words(self) -> str:
         """Return what bounds the step, why, and which onepass fusions apply."""
@@ -122,12 +123,6 @@ class Profile:
         for name in ("rows", "gaps", "suggestions"):
             values[name] = [asdict(item) for item in values[name]]
         return values | {"limits": asdict(self.limits)}
-
-
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -313,9 +308,9 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
         ("bytes, where known", before.bytes, after.bytes, lambda count: f"{number(count / 1e6)} MB"),
         ("peak memory added", before.peak_bytes, after.peak_bytes, size),
     ]
-    for name, was, now, said in pairs:
+    for name, was, now, form in pairs:
         if was is not None and now is not None and (was or now):
-            table.add_row(name, said(was), said(now), f"{was / now:.2f} x" if now else "", style="bold" if name == "wall" else "")
+            table.add_row(name, form(was), form(now), f"{was / now:.2f} x" if now else "", style="bold" if name == "wall" else "")
     table.add_row("verdict", before.verdict, after.verdict, "")
     console.print(table)
     what = "kernels" if before.on_gpu and after.on_gpu else "operators"

@@ -118,13 +118,13 @@ def _draw_lane(axis: Any, at: int, intervals: Sequence[Interval], colour: str, p
 
 def density(intervals: Sequence[Interval], width: float) -> dict[int, float]:
     """Return bin -> the fraction of it that the intervals cover, for bins of this width that are not empty."""
-    found: dict[int, float] = {}
+    shares: dict[int, float] = {}
     for start, end in union(intervals):
         for i in range(int(start / width), int(end / width) + 1):
             covered = min(end, (i + 1) * width) - max(start, i * width)
             if covered > 0:
-                found[i] = min(found.get(i, 0.0) + covered / width, 1.0)
-    return found
+                shares[i] = min(shares.get(i, 0.0) + covered / width, 1.0)
+    return shares
 
 
 def _gaps(axis: Any, bars: Sequence[PictureBar], lanes: Sequence[str], span: float) -> None:
@@ -149,9 +149,9 @@ def _labels(axis: Any, at: int, bars: Sequence[PictureBar], span: float) -> None
         letters = int((bar.end - bar.start) / span * _PIXELS / _LETTER)
         name = bar.name.removeprefix("aten::")
         if letters >= 4:
-            said = name if len(name) <= letters - 1 else name[: letters - 2] + "…"
+            label = name if len(name) <= letters - 1 else name[: letters - 2] + "…"
             colour = "white" if bar.kind in _ON_DARK else _INK
-            axis.text((bar.start + bar.end) / 2, at, said, ha="center", va="center", fontsize=6.5, color=colour, zorder=5)
+            axis.text((bar.start + bar.end) / 2, at, label, ha="center", va="center", fontsize=6.5, color=colour, zorder=5)
 
 
 def _title(figure: Any, timeline: Timeline, at: float) -> None:

@@ -30,7 +30,7 @@ from onepass.profiling.limits import limits_of
 from onepass.profiling.model import Profile
 from onepass.profiling.suggestions import suggestions
 from onepass.profiling.trace import STEP, WINDOW, read
-from onepass.profiling.units import counted, number
+from onepass.profiling.units import check_whole, counted, number
 from onepass.profiling.verdict import verdict as verdict_of
 from onepass.runtime.ceilings import Ceilings
 
@@ -70,8 +70,8 @@ def profile(
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable, but is a {type(fn).__name__}")
-    _whole_number("warmup", warmup, 0)
-    _whole_number("steps", steps, 1)
+    check_whole("warmup", warmup, 0)
+    check_whole("steps", steps, 1)
     if ceilings is not None and not isinstance(ceilings, Ceilings):
         raise TypeError(f"ceilings must be a Ceilings, as measure_ceilings returns it, but is a {type(ceilings).__name__}")
 
@@ -97,11 +97,6 @@ def profile(
                 synchronize()
         tell("reading the trace, measuring the machine's ceilings")
         return described(recorded.trace(), timing, ceilings, labels.ignored())
-
-
-def _whole_number(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def _written_out(calls: Sequence[OperatorCall]) -> list[tuple[list[OperatorCall]
 
     Casts may stand between its operators, as models of 16 bits compute the norm in fp32.
     """
-    found = []
+    norms = []
     work = [call for call in _working(calls) if call.name not in _CASTS]
     for i, call in enumerate(work):
         if call.name != "aten::rsqrt":
@@ -117,8 +117,8 @@ def _written_out(calls: Sequence[OperatorCall]) -> list[tuple[list[OperatorCall]
             parts = [c for c in around if c.name in _RMS_PARTS]
             before = work[first - 1] if first else call
             added = before.name == "aten::add" and before.step == call.step and _shape(before) == _shape(around[0])
-            found.append((parts, added))
-    return found
+            norms.append((parts, added))
+    return norms
 
 
 _RMS_PARTS = ("aten::pow", "aten::square", "aten::mean", "aten::add", "aten::rsqrt", "aten::mul")
@@ -138,7 +138,7 @@ def _activations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggesti
 
 def _gates(calls: Sequence[OperatorCall], activation: str) -> list[OperatorCall]:
     """Return the multiplications of an activation's result: what follows at once, or behind the product of the other factor."""
-    found = []
+    products = []
     work = [call for call in _working(calls) if call.name not in _CASTS]  # autocast's lie before the product
     for i, call in enumerate(work):
         if call.name != activation:
@@ -147,8 +147,8 @@ def _gates(calls: Sequence[OperatorCall], activation: str) -> list[OperatorCall]
         if after and after[0].cost.flops is not None and _inner(after[0]) == (_shape(call) or (None,))[-1]:
             del after[0]
         if after and after[0].name == "aten::mul" and after[0].step == call.step and _shapes(after[0]) == [_shape(call)] * 2:
-            found.append(after[0])
-    return found
+            products.append(after[0])
+    return products
 
 
 _LOSSES = frozenset(f"aten::nll_loss{rank}_{way}" for rank in ("", "2d") for way in ("forward", "backward"))
@@ -278,7 +278,7 @@ def _equal(calls: Sequence[OperatorCall], steps: int, on_gpu: bool) -> list[Sugg
 
 def _repeats(calls: Sequence[OperatorCall]) -> list[list[OperatorCall]]:
     """Return runs in which a few calls repeat with the same shapes and dtypes. In-place calls end a run."""
-    found, i = [], 0
+    runs, i = [], 0
     keys = [None if call.name.endswith("_") else (call.step, *call.key) for call in calls]
     while i < len(calls):
         end = i + 1
@@ -288,10 +288,10 @@ def _repeats(calls: Sequence[OperatorCall]) -> list[list[OperatorCall]]:
                 same += 1
             if same // period + 1 >= _LEAST_REPEATS:
                 end = i + (same // period + 1) * period
-                found.append(list(calls[i:end]))
+                runs.append(list(calls[i:end]))
                 break
         i = end
-    return found
+    return runs
 
 
 # ---- calls ----
@@ -306,7 +306,7 @@ def _working(calls: Sequence[OperatorCall]) -> list[OperatorCall]:
 
 
 def _shapes(call: OperatorCall) -> list[tuple[int, ...]]:
-    return [given.shape for given in call.inputs if given.shape is not None]
+    return [tensor.shape for tensor in call.inputs if tensor.shape is not None]
 
 
 def _shape(call: OperatorCall) -> tuple[int, ...] | None:

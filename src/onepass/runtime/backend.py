@@ -37,8 +37,8 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend} ({self.why})", f"  runs   {self.variant}"]
         width = max(6, *map(len, self.reasons))
-        said = {name: "can run this" if reason is None else f"no: {reason}" for name, reason in self.reasons.items()}
-        lines += [f"  {name:{width}} {what}" for name, what in said.items()]
+        verdicts = {name: "can run this" if reason is None else f"no: {reason}" for name, reason in self.reasons.items()}
+        lines += [f"  {name:{width}} {what}" for name, what in verdicts.items()]
         return "\n".join(lines)
 
 
@@ -61,9 +61,9 @@ def register_backend(
         raise TypeError(f"name must be a word, but is {name!r}")
     if name in (*NATIVE, "auto"):
         raise ValueError(f"name must not be one of {', '.join(NATIVE)} or auto, but is {name!r}")
-    for argument, given in (("run", run), ("unsupported", unsupported)):
-        if not callable(given):
-            raise TypeError(f"{argument} must be a function of {op}'s arguments, but is a {type(given).__name__}")
+    for argument, function in (("run", run), ("unsupported", unsupported)):
+        if not callable(function):
+            raise TypeError(f"{argument} must be a function of {op}'s arguments, but is a {type(function).__name__}")
     find_op(op).others[name] = Backend(run, unsupported)
 
 

@@ -83,10 +83,10 @@ class CpuClock(Clock):
             return [self._one(step, before) for _ in range(_repetitions(whole_ms, budget_ms))]
 
     def _one(self, step: Step, before: Before) -> float:
-        given = before()
+        prepared = before()
         self.flush.add_(1)
         start = time.perf_counter()
-        step(given)
+        step(prepared)
         return (time.perf_counter() - start) * 1e3
 
     def synchronize(self) -> None:
@@ -118,12 +118,12 @@ class GpuClock(Clock):
     def _queue(self, repetitions: int, step: Step, before: Before) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
         events = [(_event(), _event()) for _ in range(repetitions)]
         for start, end in events:
-            given = before()
+            prepared = before()
             self.flush.zero_()
             start.record()
-            step(given)
+            step(prepared)
             end.record()
-            del given
+            del prepared
         return events
 
     def synchronize(self) -> None:
@@ -176,12 +176,6 @@ def measure_ceilings(device: torch.device, clock: Clock | None = None) -> Ceilin
     return Ceilings(copy_bandwidth(clock, copied), copied, tflops)
 
 
-def copy_ms(clock: Clock, moved: int, budget_ms: float = 20.0, rounds: int = 5) -> float:
-    """The time of a plain copy that moves `moved` bytes, those read and those written both counted."""
-    step = copy_step(clock.device, moved)
-    return clock.median(step, budget_ms=budget_ms, rounds=rounds)
-
-
 def copy_step(device: torch.device, moved: int) -> Step:
     """A plain copy that moves `moved` bytes, as a step for a clock."""
     source = torch.ones(max(moved // 4, 1), dtype=torch.bfloat16, device=device)  # each element is read once, written once
@@ -191,7 +185,7 @@ def copy_step(device: torch.device, moved: int) -> Step:
 
 def copy_bandwidth(clock: Clock, copied: int) -> float:
     """GB/s of a copy of `copied` bytes, read and written."""
-    return 2 * copied / copy_ms(clock, 2 * copied) / 1e6
+    return 2 * copied / clock.median(copy_step(clock.device, 2 * copied), budget_ms=20.0) / 1e6
 
 
 def matmul_tflops(clock: Clock, n: int = 8192) -> float:

@@ -85,14 +85,14 @@ def capture(call: Callable[[], T], device: torch.device, pool: Any = None) -> tu
     torch.cuda.synchronize(device)
     graph.capture_begin(pool, capture_error_mode=_MODE)
     try:
-        found = call()
+        result = call()
         graph.capture_end()
     except BaseException:
         _end(graph, torch.cuda.current_device() if device.index is None else device.index, pool)
         with suppress(RuntimeError):
             _release_generator(written)
         raise
-    return graph, found
+    return graph, result
 
 
 def _end(graph: torch.cuda.CUDAGraph, index: int, pool: Any) -> None:

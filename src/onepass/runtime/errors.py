@@ -1,7 +1,8 @@
-"""What commands can't do, said in one line before anything is measured, trained or written; and which extra a package is in."""
+"""What commands can't do, said in one line before anything is measured, trained or written; which packages there are."""
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 
@@ -25,6 +26,14 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ())
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"--{option} can't be written: {error}") from None
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of a package that is installed, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def install_hint(extra: str) -> str:

@@ -112,9 +112,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         new = _PREFIX + MOVED[spec.name.removeprefix(_PREFIX)]
         warnings.warn(f"{spec.name} has moved to {new}", DeprecationWarning, stacklevel=2)
-        found = importlib.import_module(new)
-        alias = ModuleType(spec.name, found.__doc__)
-        names = vars(found)
+        module = importlib.import_module(new)
+        alias = ModuleType(spec.name, module.__doc__)
+        names = vars(module)
         vars(alias).update({name: value for name, value in names.items() if not name.startswith("__")})
         vars(alias).update({old: names[now] for old, now in RENAMED.get(new, {}).items()})
         return alias

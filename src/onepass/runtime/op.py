@@ -96,12 +96,12 @@ class Registered:
         for arg, fields in zip(args, self._fields, strict=True):
             # not +=: PyTorch 2.11 compiles no sum with a NamedTuple
             flat.extend([getattr(arg, field) for field in fields] if fields else [arg])
-        found = self.op(*flat)
+        results = self.op(*flat)
         if len(self._optional) == 1:
-            return found
+            return results
         return tuple(
             None if optional and t.dtype is torch.bool and t.dim() == 1 and not t.shape[0] else t
-            for t, optional in zip(found, self._optional, strict=True)
+            for t, optional in zip(results, self._optional, strict=True)
         )
 
     def _tensors_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,11 +113,11 @@ class Registered:
                 next(values) if record is None else record(*(next(values) for _ in fields))
                 for record, fields in zip(self._records, self._fields, strict=True)
             ]
-            found = function(*args)
+            results = function(*args)
             if len(self._optional) == 1:
-                return found
+                return results
             like = next(value for value in flat if value is not None)
-            return tuple(like.new_empty(0, dtype=torch.bool) if t is None else t for t in found)
+            return tuple(like.new_empty(0, dtype=torch.bool) if t is None else t for t in results)
 
         return run
 

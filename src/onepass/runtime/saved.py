@@ -112,6 +112,8 @@ _offload_streams: dict[int, _OffloadStream] = {}
 
 
 def _offload_stream(device: torch.device) -> _OffloadStream:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
     if device.index not in _offload_streams:
         _offload_streams[device.index] = _OffloadStream(torch.cuda.Stream(device))
     return _offload_streams[device.index]
@@ -120,8 +122,6 @@ def _offload_stream(device: torch.device) -> _OffloadStream:
 def _offload(x: Tensor) -> Tensor:
     if x.device.type != "cuda":  # the host has it already; a registered op must not return its own input
         return x.clone()
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
     traffic = _offload_stream(x.device)
     host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     traffic.stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -136,8 +136,6 @@ def _offload(x: Tensor) -> Tensor:
 def _fetch(host: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.clone()
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("save='offload' can't be captured in a CUDA graph: use save='input' or 'fp8' there")
     traffic = _offload_stream(device)
     ahead, traffic.ahead = traffic.ahead, None
     if ahead is not None and ahead[0]() is host:

@@ -106,11 +106,11 @@ def replicated(t: Any) -> Any:
     return t.redistribute(placements=[_placement(WHOLE)] * t.device_mesh.ndim)
 
 
-def refuse(given: dict[str, Any], *names: str) -> None:
+def refuse(arguments: dict[str, Any], *names: str) -> None:
     """Raise where options are given that don't go with DTensors."""
     for name in names:
-        if given[name] is not None and given[name] is not False:
-            raise ValueError(f"{name} must be left out where tensors are DTensors, but is {given[name]!r}")
+        if arguments[name] is not None and arguments[name] is not False:
+            raise ValueError(f"{name} must be left out where tensors are DTensors, but is {arguments[name]!r}")
 
 
 def refuse_split(name: str, split: Split, allowed: str) -> None:
@@ -123,16 +123,16 @@ def refuse_split(name: str, split: Split, allowed: str) -> None:
 # ---- running a call ----
 
 
-def run_on_shards(op_name: str, /, **given: Any) -> Any:
+def run_on_shards(op_name: str, /, **arguments: Any) -> Any:
     """Run an op by its rule, and return DTensors. A plain tensor beside DTensors is one that all ranks have alike."""
     op = OPS[op_name]
-    tensors = _tensors_of(given)
+    tensors = _tensors_of(arguments)
     mesh = _common_mesh(tensors)
     if not torch.compiler.is_compiling():  # compiled, each rank's own call checks
-        op.check(Call(**{name: value for name, value in given.items() if name != "backend"}))
+        op.check(Call(**{name: value for name, value in arguments.items() if name != "backend"}))
     splits = {name: _splits_of(name, t, mesh.ndim) for name, t in tensors.items()}
-    layouts = [op.sharding(given, {name: of[i] for name, of in splits.items()}, mesh.size(i)) for i in range(mesh.ndim)]
-    parts = dict(given)
+    layouts = [op.sharding(arguments, {name: of[i] for name, of in splits.items()}, mesh.size(i)) for i in range(mesh.ndim)]
+    parts = dict(arguments)
     for name, t in tensors.items():
         inputs = [layout.inputs[name] for layout in layouts]
         gradients = [layout.gradients.get(name, layout.inputs[name]) for layout in layouts]
@@ -146,28 +146,28 @@ def run_on_shards(op_name: str, /, **given: Any) -> Any:
             parts[layout.group] = mesh.get_group(i)
         if layout.adapt is not None:
             layout.adapt(parts, mesh.get_local_rank(i), mesh.size(i))
-    found = _wrapped(op.function(**parts), mesh, [layout.outputs for layout in layouts])
+    results = _wrapped(op.function(**parts), mesh, [layout.outputs for layout in layouts])
     finish = next((layout.finish for layout in layouts if layout.finish is not None), None)
     if finish is None:
-        return found
+        return results
     first = [layout.outputs[0] if isinstance(layout.outputs, list) else layout.outputs for layout in layouts]
-    return finish(parts, found, lambda t: _wrapped(t, mesh, first))
+    return finish(parts, results, lambda t: _wrapped(t, mesh, first))
 
 
-def _tensors_of(given: dict[str, Any]) -> dict[str, Tensor]:
+def _tensors_of(arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors among the arguments, those of records by "argument.field"."""
-    found = {}
-    for name, value in given.items():
+    tensors = {}
+    for name, value in arguments.items():
         if isinstance(value, Tensor):
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            found |= {f"{name}.{field}": t for field, t in zip(value._fields, value, strict=True) if isinstance(t, Tensor)}
-    for name, t in found.items():
+            tensors |= {f"{name}.{field}": t for field, t in zip(value._fields, value, strict=True) if isinstance(t, Tensor)}
+    for name, t in tensors.items():
         if getattr(t, "main_grad", None) is not None:
             if has_dtensor(t):
                 raise TypeError(f"main_grad must be a plain weight's, but its weight is a DTensor: {_NO_MAIN_GRAD}")
             raise TypeError(f"main_grad must be a weight's beside plain tensors, but {name} is beside DTensors: {_NO_MAIN_GRAD}")
-    return found
+    return tensors
 
 
 def _put(parts: dict[str, Any], name: str, part: Tensor) -> None:
@@ -176,9 +176,9 @@ def _put(parts: dict[str, Any], name: str, part: Tensor) -> None:
 
 
 def _common_mesh(tensors: dict[str, Tensor]) -> Any:
-    found: dict[str, Any] = {name: t.device_mesh for name, t in tensors.items() if has_dtensor(t)}  # type: ignore[attr-defined]
-    first, mesh = next(iter(found.items()))
-    for name, other in found.items():
+    meshes: dict[str, Any] = {name: t.device_mesh for name, t in tensors.items() if has_dtensor(t)}  # type: ignore[attr-defined]
+    first, mesh = next(iter(meshes.items()))
+    for name, other in meshes.items():
         if other != mesh:
             raise ValueError(f"{name} must be on {first}'s mesh {mesh}, but is on {other}: redistribute one of them")
     return mesh
@@ -222,19 +222,19 @@ def _part_of(t: Any, mesh: Any, inputs: list[Split], gradients: list[Split]) -> 
     return t.to_local(grad_placements=tuple(_placement(split) for split in gradients))  # type: ignore[no-any-return]
 
 
-def _wrapped(found: Any, mesh: Any, outputs: list[Any]) -> Any:
+def _wrapped(results: Any, mesh: Any, outputs: list[Any]) -> Any:
     """A rank's results as DTensors: `outputs` has those of each dimension of the mesh."""
-    if isinstance(found, tuple):
-        each = [[of[i] if isinstance(of, list) else of for of in outputs] for i in range(len(found))]
-        members = [_wrapped(member, mesh, of) for member, of in zip(found, each, strict=True)]
-        return type(found)(*members) if hasattr(found, "_fields") else tuple(members)
-    if found is None:
+    if isinstance(results, tuple):
+        each = [[of[i] if isinstance(of, list) else of for of in outputs] for i in range(len(results))]
+        members = [_wrapped(member, mesh, of) for member, of in zip(results, each, strict=True)]
+        return type(results)(*members) if hasattr(results, "_fields") else tuple(members)
+    if results is None:
         return None
     from torch.distributed.tensor import DTensor
 
     outputs = [of[0] if isinstance(of, list) else of for of in outputs]
     placements = [_placement(of) for of in outputs]
-    shape, parts, even = list(found.shape), [1] * found.dim(), True
+    shape, parts, even = list(results.shape), [1] * results.dim(), True
     for i, of in enumerate(outputs):
         if isinstance(of, tuple):
             dim, size = of
@@ -242,8 +242,8 @@ def _wrapped(found: Any, mesh: Any, outputs: list[Any]) -> Any:
             parts[dim] *= mesh.size(i)
             even = even and size % parts[dim] == 0
     if even:
-        return DTensor.from_local(found, mesh, placements, run_check=False)
+        return DTensor.from_local(results, mesh, placements, run_check=False)
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        found.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+        results.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
     )

@@ -30,7 +30,7 @@ from onepass.train.precision import describe_precision
 from onepass.train.record import Line, draw
 from onepass.train.run_lock import locked
 from onepass.train.samples import TextSample
-from onepass.train.table import compare, each_off, table, table_of_fusions
+from onepass.train.table import Variant, compare, each_off, table, table_of_fusions
 from onepass.train.threads import CpuThreads
 
 _NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
@@ -156,8 +156,8 @@ def _from_file(path: Path, names: set[str], pipe: bool) -> dict[str, Any]:
     for key in values:
         if key not in names:
             ours = in_place_of(f"--{key}")
-            said = f"; in place of it: {ours}" if ours else nearest(str(key), names)
-            raise CommandError(f"{path}: {key!r} is no setting{said}")
+            advice = f"; in place of it: {ours}" if ours else nearest(str(key), names)
+            raise CommandError(f"{path}: {key!r} is no setting{advice}")
     return values
 
 
@@ -269,9 +269,13 @@ def _trained(
         if threads is not None and not run.stopped:
             threads.choose()
         if options.table and not run.stopped:
-            _show_table(run, console)
+            with console.status("measuring this run with onepass and with PyTorch's operators"):
+                fused, plain = compare(_variant(run))
+            console.print("", table(fused, plain, layout.device.type == "cuda"), sep="\n")
         if options.fusion_table and not run.stopped:
-            _show_fusions(run, console)
+            with console.status("measuring the run without each of its fusions"):
+                runs = list(each_off(_variant(run)))
+            console.print("", table_of_fusions(runs), sep="\n")
     _say_where(folder, lines, curves, console, layout)
     return 130 if run.signal == signal.SIGINT else 0
 
@@ -324,18 +328,8 @@ def _plain(run: TrainRun, folder: Path, console: Console) -> TrainRun:
     )
 
 
-def _show_table(run: TrainRun, console: Console) -> None:
-    with console.status("measuring this run with onepass and with PyTorch's operators"):
-        fused, plain = compare(run.config, run.options, run.layout, run.batches())
-    console.print()
-    console.print(table(fused, plain, run.layout.device.type == "cuda"))
-
-
-def _show_fusions(run: TrainRun, console: Console) -> None:
-    with console.status("measuring the run without each of its fusions"):
-        runs = list(each_off(run.config, run.options, run.layout, run.batches()))
-    console.print()
-    console.print(table_of_fusions(runs))
+def _variant(run: TrainRun) -> Variant:
+    return Variant(run.config, run.options, run.layout, run.batches())
 
 
 def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], console: Console, layout: ParallelLayout) -> None:

@@ -26,7 +26,7 @@ class Live:
         self.console, self.steps, self.flops, self.peak = console, steps, flops, peak
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[said]}"), TimeRemainingColumn(compact=True), console=console, transient=True,
+            TextColumn("{task.fields[words]}"), TimeRemainingColumn(compact=True), console=console, transient=True,
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
         self._last = 0.0
@@ -47,15 +47,15 @@ class Live:
             self.say(what)
 
     def step(self, line: Line) -> None:
-        said, evaluated = self.words(line), line.eval_loss is not None
+        words, evaluated = self.words(line), line.eval_loss is not None
         if self.console.is_terminal:
-            self._move("training", line.step + 1, self.steps, said)
+            self._move("training", line.step + 1, self.steps, words)
             due = evaluated  # above the bar, where it stays
         else:
             due = evaluated or time.monotonic() - self._last > _EVERY_S or line.step + 1 == self.steps
         if due:
             self._last = time.monotonic()
-            self.say(f"step {line.step + 1}/{self.steps}  {said}")
+            self.say(f"step {line.step + 1}/{self.steps}  {words}")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
@@ -76,10 +76,10 @@ class Live:
             parts.append(f"{line.underflowed:,} underflowed")
         return "  ".join(parts)
 
-    def _move(self, what: str, done: int, total: int, said: str) -> None:
+    def _move(self, what: str, done: int, total: int, words: str) -> None:
         if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=total, said="")
-        self._bar.update(self._tasks[what], completed=done, total=total, said=said)
+            self._tasks[what] = self._bar.add_task(what, total=total, words="")
+        self._bar.update(self._tasks[what], completed=done, total=total, words=words)
 
 
 # ---- the machine's matrix-product throughput ----

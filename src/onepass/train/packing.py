@@ -35,8 +35,8 @@ class Documents:
     def __init__(self, text: Any, end: int) -> None:
         import numpy
 
-        found = [numpy.flatnonzero(text[at : at + _BLOCK] == end) + at + 1 for at in range(0, len(text), _BLOCK)]
-        ends = numpy.unique(numpy.concatenate([*found, [len(text)]])).astype(numpy.int64)
+        after = [numpy.flatnonzero(text[at : at + _BLOCK] == end) + at + 1 for at in range(0, len(text), _BLOCK)]
+        ends = numpy.unique(numpy.concatenate([*after, [len(text)]])).astype(numpy.int64)
         starts = numpy.concatenate([[0], ends[:-1]])
         inputs = ends - starts - 1
         self.starts, self.inputs = starts[inputs > 0], inputs[inputs > 0]

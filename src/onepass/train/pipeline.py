@@ -42,12 +42,12 @@ class PipelinedSteps(TrainSteps):
 
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         self.update.begin()
-        given = (batch.tokens.contiguous(),) if 0 in self.model.own else ()  # torch 2.11 requires the example's strides
+        inputs = (batch.tokens.contiguous(),) if 0 in self.model.own else ()  # torch 2.11 requires the example's strides
         labels = {"labels": batch.labels, "target": batch.labels} if self.model.last in self.model.own else {}
         labels |= {"tokens": batch.tokens} if labels and self.config.mtp_num_layers else {}
         shares: list[Tensor] = []
         with nullcontext() if self._one_stage else self.update.accumulate():
-            self._schedule.step(*given, losses=shares, return_outputs=False, **labels, **batch.documents)
+            self._schedule.step(*inputs, losses=shares, return_outputs=False, **labels, **batch.documents)
         if self._head_later is not None:
             self._head_later.flush()  # while earlier stages still run backwards
         norm = self.update.finish()

@@ -126,9 +126,9 @@ class Saturation:
         """
         lost, heavy = dict.fromkeys(KINDS, 0), list[Heavy]()
         now = {} if counts is None else dict(zip(counts.names, counts.counts.tolist(), strict=True))
-        for name, found in now.items():
+        for name, of_kinds in now.items():
             before = self._before.get(name, [[0] * len(ROLES)] * len(KINDS))
-            for kind, after, earlier in zip(KINDS, found, before, strict=True):
+            for kind, after, earlier in zip(KINDS, of_kinds, before, strict=True):
                 for role, most, count in zip(ROLES, self._numbers[name], map(sub, after, earlier), strict=True):
                     lost[kind] += count
                     if count > _HEAVY * most * steps:

@@ -73,8 +73,7 @@ class Stages(nn.Module):
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int, int]:
         """Return the shape of hidden states between stages, for sequences of this length."""
-        c = self.config
-        return batch, length // (c.tensor_model_parallel_size if c.sequence_parallel else 1), c.hidden_size
+        return batch, length // self.config.sequence_ranks, self.config.hidden_size
 
     def told(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Broadcast `value` from the rank of the last stage to all ranks of the pipeline. Other ranks pass None."""

@@ -65,10 +65,10 @@ class TrainSteps:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [rows, vocabulary] of the token after each row."""
-        c, length = self.config, tokens.shape[1]
-        ranks = c.tensor_model_parallel_size if c.sequence_parallel else 1
+        length = tokens.shape[1]
+        padding = -length % self.config.sequence_ranks  # sequence parallelism needs equal shards
         with self._wide():
-            logits: Tensor = self.model(F.pad(tokens, (0, -length % ranks)))  # sequence parallelism needs equal shards
+            logits: Tensor = self.model(F.pad(tokens, (0, padding)))
         return logits[:, length - 1]
 
     @torch.no_grad()
@@ -101,9 +101,9 @@ class GraphedSteps(TrainSteps):
                 self._capture(parts[0], 1.0 / len(parts))
             assert self._graph is not None
             for part in parts:
-                for static, given in zip(self._static, part, strict=True):
-                    if static is not None and given is not None:
-                        static.copy_(given)
+                for static, tensor in zip(self._static, part, strict=True):
+                    if static is not None and tensor is not None:
+                        static.copy_(tensor)
                 self._graph.replay()
                 total += self._loss
         return total / len(parts), self.update.finish()

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -39,35 +40,43 @@ class Side:
     unrest: float = 1.0  # the longest round's time over the shortest round's
 
 
-def compare(config: Config, options: Options, layout: ParallelLayout, batches: Batches) -> tuple[Side, Side]:
+class Variant(NamedTuple):
+    """A way to train on a text. `plain`: with PyTorch operators."""
+
+    config: Config
+    options: Options
+    layout: ParallelLayout
+    batches: Batches
+    plain: bool = False
+
+
+Step = Callable[[int, float], torch.Tensor]  # takes its number and the learning rate, and returns the loss
+
+
+def compare(fused: Variant) -> tuple[Side, Side]:
     """Measure the run as configured, and with PyTorch operators."""
-    fused, plain = (_measured(config, options, layout, batches, plain) for plain in (False, True))
-    if _side_by_side(config, layout, 2):
-        steps = [_stepper(config, options, layout, batches, plain) for plain in (False, True)]
-        for side, timed in zip((fused, plain), _in_turns(steps), strict=True):
+    variants = fused, fused._replace(plain=True)
+    ours, theirs = map(_measured, variants)
+    if _side_by_side(fused, 2):
+        for side, timed in zip((ours, theirs), _in_turns([*map(_stepper, variants)]), strict=True):
             side.step_ms, side.unrest = timed
-    return fused, plain
+    return ours, theirs
 
 
-def _measured(config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool) -> Side:
+def _measured(variant: Variant) -> Side:
+    layout = variant.layout
     _forget(layout.device)
-    side = _steps(config, options, layout, batches, plain)
-    _forget(layout.device)
-    side.loss_mib = _loss_mib(config, options, layout, plain)
-    return side
-
-
-def _steps(config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool) -> Side:
-    step = _stepper(config, options, layout, batches, plain)
-    losses = [float(layout.average(step(number, learning_rate(number, options)))) for number in range(_STEPS)]
+    step = _stepper(variant)
+    losses = [float(layout.average(step(number, learning_rate(number, variant.options)))) for number in range(_STEPS)]
     memory = _memory_gib(layout)
     profiled = profile(step, 0, 0.0, warmup=0, steps=1)
-    return Side(profiled.wall_us / 1e3, memory, sum(profiled.kernel_names().values()), losses)
+    del step  # free this variant before the memory of its loss is measured
+    _forget(layout.device)
+    return Side(profiled.wall_us / 1e3, memory, sum(profiled.kernel_names().values()), losses, _loss_mib(variant))
 
 
-def _stepper(
-    config: Config, options: Options, layout: ParallelLayout, batches: Batches, plain: bool = False
-) -> Callable[[int, float], torch.Tensor]:
+def _stepper(variant: Variant) -> Step:
+    config, options, layout, batches, plain = variant
     trained = make(config, options, layout, plain=plain, lenient=True)
 
     def step(number: int, lr: float) -> torch.Tensor:
@@ -78,16 +87,16 @@ def _stepper(
     return step
 
 
-def _side_by_side(config: Config, layout: ParallelLayout, ways: int) -> bool:
+def _side_by_side(variant: Variant, ways: int) -> bool:
     """Whether all variants exist at once, so that their steps can alternate.
 
     They do on a CPU, where other load would otherwise slow one variant more than another. On a GPU each variant runs alone,
     because its memory is measured.
     """
-    return layout.device.type == "cpu" and ways * _BYTES * config.parameters_count() < 1 << 30
+    return variant.layout.device.type == "cpu" and ways * _BYTES * variant.config.parameters_count() < 1 << 30
 
 
-def _in_turns(steps: list[Callable[[int, float], torch.Tensor]]) -> list[tuple[float, float]]:
+def _in_turns(steps: list[Step]) -> list[tuple[float, float]]:
     """Return for each step function the milliseconds of its fastest round, and the ratio of its slowest round to that.
 
     The first round allocates and compiles, and does not count.
@@ -143,19 +152,19 @@ def fusions(config: Config) -> list[list[str]]:
     return [[name for name in names if getattr(config, name)] for names in asked]
 
 
-def each_off(config: Config, options: Options, layout: ParallelLayout, batches: Batches) -> Iterator[Without]:
+def each_off(whole: Variant) -> Iterator[Without]:
     """Measure the run as configured, then without each of its fusions, then as configured again.
 
     The last repeats the first because machines become slower while they are measured.
     """
     flags = {flag.field: flag.off for flag in Config.flags()}
-    ways = [[], *fusions(config), []]
-    for together in [ways] if _side_by_side(config, layout, len(ways)) else [[way] for way in ways]:
-        _forget(layout.device)
-        steps = [_stepper(without(config, names), options, layout, batches) for names in together]
+    ways = [[], *fusions(whole.config), []]
+    for together in [ways] if _side_by_side(whole, len(ways)) else [[way] for way in ways]:
+        _forget(whole.layout.device)
+        steps = [_stepper(whole._replace(config=without(whole.config, names))) for names in together]
         for names, (step_ms, unrest) in zip(together, _in_turns(steps), strict=True):
             named = [off for name in names if (off := flags[name]) is not None]
-            yield Without(named, step_ms, _memory_gib(layout), unrest)
+            yield Without(named, step_ms, _memory_gib(whole.layout), unrest)
         del steps  # free this variant before the next one's memory is measured
 
 
@@ -186,14 +195,14 @@ def _than(without: float, whole: float) -> str:
 # ---- the memory of the loss ----
 
 
-def _loss_mib(config: Config, options: Options, layout: ParallelLayout, plain: bool) -> float:
+def _loss_mib(variant: Variant) -> float:
     """Return the peak memory of the loss in MiB: one microbatch through a last stage without blocks."""
-    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    config, options, layout, _, plain = variant
     used = config.reference() if plain else config
     used = used.replace(untie_embeddings_and_output_weights=True, defer_embedding_wgrad_compute=False, mtp_num_layers=None)
     device = layout.device
     head = Model(used, tp_group=layout.tensor.group, layers=range(0), first=False, device=device, seed=0)
-    shape = options.micro_batch_size, options.seq_length // ranks
+    shape = options.micro_batch_size, options.seq_length // config.sequence_ranks
     hidden = torch.randn(*shape, config.hidden_size, device=device, dtype=used.dtype, requires_grad=True)
     labels = torch.randint(config.vocab_size, (options.micro_batch_size, options.seq_length), device=device)
     grads = None if plain else MainGrads(head)

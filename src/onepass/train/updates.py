@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -93,11 +93,6 @@ class Update(ABC):
         self.optimizer.step()
 
 
-def _data_group(layout: ParallelLayout) -> dist.ProcessGroup | None:
-    """Return the group for MainGrads, which takes None for all ranks."""
-    return layout.data.group if layout.ranks == 1 or layout.data.group is not None else lone_group(layout)
-
-
 def lone_group(layout: ParallelLayout) -> dist.ProcessGroup:
     """Return a group of this rank alone, over which nothing is sent."""
     alone: dist.ProcessGroup = dist.new_group([layout.rank], backend="gloo", use_local_synchronization=True)
@@ -123,9 +118,10 @@ class MainGradUpdate(Update):
 
     def __init__(self, model: nn.Module, options: Options, layout: ParallelLayout) -> None:
         super().__init__(model, options, layout)
+        alone = layout.ranks > 1 and layout.data.group is None  # MainGrads takes None for all ranks
         self.main_grads = MainGrads(
             model,
-            group=_data_group(layout),
+            group=lone_group(layout) if alone else layout.data.group,
             shard=options.use_distributed_optimizer,
             release=_releases(model, options, layout),
             tp_group=layout.tensor.group,
@@ -208,8 +204,14 @@ class FsdpUpdate(Update):
     def begin(self) -> None:
         self._last(True)
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        return _Deferring(self)
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Postpone fully_shard's gradient reduction to the last microbatch."""
+        self._last(False)
+        try:
+            yield
+        finally:
+            self._last(True)
 
     def _last(self, last: bool) -> None:
         model: Any = self.model
@@ -230,19 +232,6 @@ def _carry_fp8(layers: list[tuple[FP8Layer, Tensor]], *_: Any) -> None:
     for each, part in layers:
         gathered: Any = each.weight
         gathered.fp8 = fp8_weight(part, each.recipe)
-
-
-class _Deferring(AbstractContextManager[None]):
-    """Postpones fully_shard's gradient reduction to the last microbatch."""
-
-    def __init__(self, update: FsdpUpdate) -> None:
-        self.update = update
-
-    def __enter__(self) -> None:
-        self.update._last(False)
-
-    def __exit__(self, *raised: object) -> None:
-        self.update._last(True)
 
 
 # ---- where fp32 master weights start ----

@@ -60,10 +60,10 @@ def check_recipe(path: Path, theirs: object, config: Config) -> None:
         return
     apart = [name for name in _RECIPE if theirs.get(name) != getattr(config, name)]
     if apart:
-        said = ", ".join(
+        differences = ", ".join(
             f"--{name.replace('_', '-')} is {theirs.get(name)!s:.30} there and {getattr(config, name)} here" for name in apart
         )
-        raise CommandError(f"the checkpoint {path} must be of this run's eight-bit recipe, but is of another: {said}")
+        raise CommandError(f"the checkpoint {path} must be of this run's eight-bit recipe, but is of another: {differences}")
 
 
 def scales_there(tensors: Iterable[str], config: Config) -> str | None:

@@ -184,18 +184,13 @@ def begin(folder: Path, step: int) -> Path:
         matched = _NAME.fullmatch(path.name)
         if matched and matched[2] == _PART:
             shutil.rmtree(path)
+        elif matched and matched[2] == _REPLACED and (folder / matched[1]).exists():
+            remove(path)
         elif matched and matched[2] == _REPLACED:
-            _put_back(path, folder / matched[1])
+            path.rename(folder / matched[1])
     part = folder / f"step-{step:08}{_PART}"
     part.mkdir()
     return part
-
-
-def _put_back(replaced: Path, checkpoint: Path) -> None:
-    if checkpoint.exists():
-        remove(replaced)
-    else:
-        replaced.rename(checkpoint)
 
 
 def finish(part: Path) -> Path:

@@ -154,11 +154,11 @@ def _on_all(layout: ParallelLayout, act: Callable[[], T]) -> T:
         done = act()
     except Exception as error:
         failed = error
-    said: list[Any] = [failed]
+    failures: list[Any] = [failed]
     if layout.ranks > 1:
-        said = [None] * layout.ranks
-        dist.all_gather_object(said, failed)
-    for each in said:
-        if each is not None:
-            raise each
+        failures = [None] * layout.ranks
+        dist.all_gather_object(failures, failed)
+    for failure in failures:
+        if failure is not None:
+            raise failure
     return done  # type: ignore[no-any-return]

@@ -149,7 +149,25 @@ class _Place(NamedTuple):
     sums: tuple[int, ...] = ()  # the file's checksums, with its last chunk
 
 
-class _Writer(StorageWriter):
+class _NothingToPrepare:
+    """What DCP also asks of those who write and read files."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class _Writer(_NothingToPrepare, StorageWriter):
     def __init__(self, folder: Path, facts: Mapping[str, Any], rank: int) -> None:
         self.folder, self.facts, self.rank = folder, facts, rank
 
@@ -189,20 +207,6 @@ class _Writer(StorageWriter):
             file.flush()
             os.fsync(file.fileno())
 
-    # the rest of DCP's writer interface
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
 
 def _header(items: Sequence[WriteItem], id: str) -> bytes:
     """Return a safetensors header: its length, the tensors in JSON, and padding spaces."""
@@ -239,7 +243,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(numbers).cast("B")
 
 
-class _Reader(StorageReader):
+class _Reader(_NothingToPrepare, StorageReader):
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
         self.folder, self.index = folder, index
         self._places: dict[MetadataIndex, _Place] = {}
@@ -280,20 +284,6 @@ class _Reader(StorageReader):
             if _id(file) != self.index["id"]:
                 raise Damaged(f"{name} is no file of it")
             yield file
-
-    # the rest of DCP's reader interface
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
 
 def _are_apart(chunks: list[ChunkStorageMetadata]) -> bool:
