@@ -175,11 +175,14 @@ def test_results_are_divided_by_the_rule(group, name, argument, way, lie):
     assert attempts(name, "torch")[argument, way]["results lie"] == lie
 
 
-def _named_in(record):
-    """Return the arguments that a dictionary's display has, or a call of a NamedTuple: by name, or as they come."""
+def _named_in(record, names):
+    """Return the arguments that a dictionary's display has, or a call of a NamedTuple, in whose order they must come."""
     if isinstance(record, ast.Dict):
+        assert all(key.value == value.id for key, value in zip(record.keys, record.values, strict=True))
         return {key.value for key in record.keys}
-    return {arg.id for arg in record.args} | {keyword.arg for keyword in record.keywords}
+    given = [arg.id for arg in record.args]
+    assert given == list(names[record.func.id]._fields[: len(given)])
+    return {*given} | {keyword.arg for keyword in record.keywords}
 
 
 def test_calls_give_all_arguments():
@@ -190,7 +193,7 @@ def test_calls_give_all_arguments():
         given = {k.arg for k in call.keywords if k.arg}
         if any(k.arg is None for k in call.keywords):  # and those of the call's record
             record = next(n.value for n in function.body if isinstance(n, ast.Assign))
-            given |= _named_in(record)
+            given |= _named_in(record, op.function.__globals__)
         assert given == {*inspect.signature(op.function).parameters}, name
 
 

@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
         graph_break_if_deferred(product.deferred)
         ctx.prologue, ctx.count, ctx.row_counts = prologue, len(tensors), None
         needs = ctx.needs_input_grad[_FIRST:]  # read once: autograd makes the tuple anew each time
-        if product.num_weights > 1:
+        if product.num_weights > 1:  # they are one that has all their rows
             tensors, needs = _joined(tensors, product.num_weights, tuple), _joined(needs, product.num_weights, any)
         *inputs, weight, bias = tensors
         y, rows, kept, ctx.product = product.forward(prologue, inputs, weight, bias, needs)

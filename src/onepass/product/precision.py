@@ -41,7 +41,7 @@ def describe_products(precision: Precision, x: Tensor, weight: Tensor, deferred:
     described = _describe_fp8(precision, x, weight)
     if described is not None:
         return described
-    return "products by PyTorch" if deferred is None else "products by cuBLAS, the weight's gradient's in flush()"
+    return "products by PyTorch" if deferred is None else "products by PyTorch, the weight's gradient's in flush()"
 
 
 def describe_formula(call: Call) -> str:

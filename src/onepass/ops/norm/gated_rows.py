@@ -63,7 +63,9 @@ class GatedNormRows(NamedTuple):
         assert x is not None and z is not None
         of_x, of_weight, of_z = (request is not GradRequest.SKIP for request in requests)
         dy, heads, gates = map(self._by_head, (drows, x, z))
-        into = None if vectors is None else vectors.into(dy, heads, gates, norm_weight) if self.use_triton else None
+        into = None
+        if vectors is not None and self.use_triton:
+            into = vectors.into(dy, heads, gates, norm_weight)
         if vectors is not None and into is None:
             (norm_weight,) = vectors.wide(norm_weight)
         if self.use_triton:
