@@ -15,6 +15,7 @@ import torch._C._dynamo.guards
 sys.path.insert(
     0, str(Path(__file__).parent)
 )  # helper modules are imported from tests: `from ops.bias_activation_oracle import ...`
+sys.path.append(str(Path(__file__).parents[1]))  # ranks import the file of a function that they run: `tests.train.test_x`
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     torch.set_num_threads(1)
