@@ -63,7 +63,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     # ---- plans, autograd ----
     "plan: z's gap a multiple of 8": (gated, "_forward_plan", ", z_gap or 0", ""),
     "plan: backward's rows multiples of 8": (gated, "_backward_plan", "*(row for row, _, _ in lies), ", ""),
-    "op: the sigmoid in forward, silu in backward": (module, "_GatedNormFunction.backward", "ctx.options, need_dx", "ctx.options._replace(activation='silu'), need_dx"),
+    "op: the sigmoid in forward, silu in backward": (module, "_GatedNormFunction.backward", "ctx.options, *needs", "ctx.options._replace(activation='silu'), *needs"),
 }  # fmt: skip
 
 

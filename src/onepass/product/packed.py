@@ -6,19 +6,16 @@ are given all of the weights, and take them as one where they lie together when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.distributed.tensor_parallel import input_gradient
-from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.product.product import Forward, OutputGradient, PlainProduct
-from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
-from onepass.product.rows import rows_in
+from onepass.product.prologue import Inputs, Needs, Prologue
 from onepass.runtime.dispatch import registered
 
 
@@ -38,38 +35,17 @@ _gradient_op = registered(
 )
 
 
-class PackedProduct(NamedTuple):
+class PackedProduct(PlainProduct):
     """A product of several weights in the rows' type: a `Product`, and its own `ProductCall`."""
 
-    num_weights: int
-
-    layout: None = None
-    deferred: None = None
-    target: None = None
-    takes_unrounded: bool = False
-
-    def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
-        return rows_in(x_type, dtype)
+    __slots__ = ()
 
     def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
         rows, kept = prologue.rows(inputs, needs)
         return _product_op(rows, weight, [part for part in bias if part is not None]), rows, kept, self
-
-    def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
-        pass
-
-    def start_input(
-        self, prologue: Prologue, kept: Kept, made: PrologueGradients | None, *, later: bool
-    ) -> Callable[[], Any]:  # fmt: skip
-        return PlainProduct().start_input(prologue, kept, made, later=later)
 
     def output_gradient(
         self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
     ) -> OutputGradient:  # fmt: skip
         drows = _gradient_op(dy, weight) if asks_rows else None
         return drows if came is None or drows is None else drows.add_(came), dy
-
-    def weight_gradient(
-        self, dy: Any, rows: Callable[[], Any], weight: Tensor, main_grad: Tensor | None, request: GradRequest, *, later: bool
-    ) -> Tensor | None:  # fmt: skip
-        return PlainProduct().weight_gradient(dy, rows, weight, main_grad, request, later=later)

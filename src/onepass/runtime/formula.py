@@ -8,7 +8,7 @@ It can be differentiated as often as one likes where x is kept exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,19 @@ def _backward(
     return [g if need else None for g, need in zip((whole[0], *rounded, *whole[1:]), needs, strict=True)]
 
 
-def _leaves(tensors: Tensors, needs: tuple[bool, ...], dtype: torch.dtype | None = None) -> list[Tensor | None]:
+def formula_gradients(
+    formula: Formula, tensors: Tensors, needs: Sequence[bool], dy: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """Return the formula of all tensors, of one output, and of dy the gradients of those that are needed, each in its type."""
+    leaves = _leaves(tensors, needs)
+    with torch.enable_grad():
+        y = formula(*leaves)
+    asked = [t for t in leaves if t is not None and t.requires_grad]
+    grads = iter(torch.autograd.grad(y, asked, dy) if asked else ())
+    return y.detach(), [next(grads) if need else None for need in needs]
+
+
+def _leaves(tensors: Tensors, needs: Sequence[bool], dtype: torch.dtype | None = None) -> list[Tensor | None]:
     return [t if t is None else t.detach().to(dtype or t.dtype).requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
 
 

@@ -82,8 +82,8 @@ def _traced(
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(given: Mapping[str, Any]) -> Activation:
-    """Raise where an argument is wrong, else return the activation."""
+def _check(given: Mapping[str, Any]) -> tuple[Activation, DeferredWgrad | None]:
+    """Raise where an argument is wrong, else return the activation, and who defers the weight's gradient."""
     x = given["x"]
     act = kernels.check_activation(
         x, given["activation_bias"], given["activation"], given["token_weight"], given["clamp"], given["linear_offset"],
@@ -92,8 +92,7 @@ def _check(given: Mapping[str, Any]) -> Activation:
     check_linear(x, x.shape[-1] // act.parts, given["weight"], given["bias"])
     if given["sequence_parallel"]:
         check_divisible(x, given["tp_group"])
-    check_deferred(given["deferred"], given["weight"])
-    return act
+    return act, check_deferred(given["deferred"], given["weight"])
 
 
 def _variant(call: Call) -> str:
@@ -151,7 +150,7 @@ def activation_linear(
     }  # fmt: skip
     if has_dtensor(x, weight):
         return run_on_shards("activation_linear", **given, backend=backend)  # type: ignore[no-any-return]
-    act = _check(given)
+    act, deferred = _check(given)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
         kernels.check_finite(x)
@@ -160,7 +159,7 @@ def activation_linear(
     if chosen not in NATIVE:
         return run_other("activation_linear", chosen, **given)  # type: ignore[no-any-return]
     use_triton = chosen == "triton" and x.numel() > 0
-    product = product_for(precision, x, weight, layout, check_deferred(deferred, weight))
+    product = product_for(precision, x, weight, layout, deferred)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
     if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
         return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product)

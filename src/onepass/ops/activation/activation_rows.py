@@ -26,7 +26,7 @@ from onepass.product.fp8.weight import FP8Weight
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime import saved
 from onepass.runtime.dispatch import cast
-from onepass.runtime.formula import run_formula
+from onepass.runtime.formula import formula_gradients, run_formula
 from onepass.runtime.fp8 import FP8Target, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
@@ -181,12 +181,9 @@ def backward_by_formula(
     if dy is None:
         assert product is not None
         return None, None, None, None, activation_by_formula(*given, options, product)
-    leaves: list[Any] = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
-    with torch.enable_grad():
-        activated = activation_by_formula(leaves[0], leaves[1], leaves[2], options, dy.dtype)
-    found = iter(torch.autograd.grad(activated, [leaf for leaf in leaves if leaf is not None and leaf.requires_grad], dy))
-    dx, dbias, dtoken_weight = (next(found) if need else None for need in needs)
-    return None, dx, dbias, dtoken_weight, activated.detach()
+    formula = partial(activation_by_formula, options=options, product=dy.dtype)
+    activated, (dx, dbias, dtoken_weight) = formula_gradients(formula, given, needs, dy)
+    return None, dx, dbias, dtoken_weight, activated
 
 
 # ---- registered ----

@@ -57,6 +57,6 @@ def norm_projections(
 def _product(x: Tensor, weights: Sequence[Tensor], precision: Precision) -> Product:
     recipe = recipe_of(precision)
     if recipe is None:
-        return PackedProduct(len(weights))
+        return PackedProduct(num_weights=len(weights))
     check_fp8(x, weights[0])
     return CompiledFP8Product(recipe, num_weights=len(weights))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
-from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grads
+from onepass.gradients.vectors import KernelTargets, VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grads
 from onepass.kernels.language import triton_unsupported
 from onepass.kernels.layout import groups_of
 from onepass.ops.norm import gated_kernels as kernels
@@ -29,7 +29,7 @@ from onepass.ops.norm.gated_kernels import GatedNormOptions
 from onepass.ops.norm.kernels import TYPES
 from onepass.ops.norm.sharding import shard_norm
 from onepass.runtime.backend import NATIVE, choose, run_other
-from onepass.runtime.checks import check_floating, check_norm, check_same_shape, check_vector
+from onepass.runtime.checks import check_device, check_floating, check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, Registered, define_op
@@ -50,14 +50,15 @@ def gated_rms_norm_reference(
     group_size: int | None = None,
 ) -> Tensor:
     """The formula, for every type."""
-    options = gated_options(x, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
+    options = gated_options(x.shape[-1], eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     return gated_formula(x, weight, z, options)
 
 
 def gated_options(
-    x: Tensor, eps: float, zero_centered_gamma: bool, activation: str, norm_before_gate: bool, group_size: int | None
+    width: int, eps: float, zero_centered_gamma: bool, activation: str, norm_before_gate: bool, group_size: int | None
 ) -> GatedNormOptions:
-    groups = 1 if group_size is None else x.shape[-1] // group_size
+    """Return the options of rows of this width."""
+    groups = 1 if group_size is None else width // group_size
     return GatedNormOptions(float(eps), bool(zero_centered_gamma), activation, bool(norm_before_gate), groups)
 
 
@@ -102,6 +103,20 @@ gated_backward = Registered(
 )
 
 
+def gated_backward_into(
+    grads: VectorGrads | None, dy: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions, *needs: bool,
+    into_dy: bool = False,
+) -> tuple[KernelTargets | None, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Return what the kernel added to, and what `gated_backward` returns."""
+    direct: dict[str, Any] = {"into_dy": into_dy}
+    into = None if grads is None else grads.into(dy, x, z, weight)
+    if into is not None:
+        direct["into"] = into.tensors
+    elif grads is not None:
+        (weight,) = grads.wide(weight)
+    return into, gated_backward(dy, x, z, weight, options, *needs, **direct)
+
+
 class _GatedNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions) -> Any:
@@ -115,17 +130,12 @@ class _GatedNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, z, weight = ctx.saved_tensors
         need_dx, need_dz, need_dweight = ctx.needs_input_grad[:3]
-        if ctx.vectors is None:
-            return *gated_backward(dy, x, z, weight, ctx.options, need_dx, need_dz, need_dweight, False)[:3], None
-        grads = vector_grads(ctx.vectors, grad_requests(ctx, 3)[2:])
-        assert grads is not None
-        into = grads.into(dy, x, z, weight)
-        if into is None:
-            (weight,) = grads.wide(weight)
-        needs = need_dx, need_dz, *grads.needed()
-        targets = {} if into is None else {"into": into.tensors}
-        dx, dz, dweight, _ = gated_backward(dy, x, z, weight, ctx.options, *needs, False, **targets)
-        return dx, dz, *grads.put(into, dweight), None
+        grads = None if ctx.vectors is None else vector_grads(ctx.vectors, grad_requests(ctx, 3)[2:])
+        if grads is not None:
+            (need_dweight,) = grads.needed()
+        needs = need_dx, need_dz, need_dweight, False
+        into, (dx, dz, dweight, _) = gated_backward_into(grads, dy, x, z, weight, ctx.options, *needs)
+        return dx, dz, *([dweight] if grads is None else grads.put(into, dweight)), None
 
 
 _apply = fast_apply(_GatedNormFunction)
@@ -151,7 +161,8 @@ def variant(call: Call) -> str:
     x, z = call.x, call.z
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
-    options = gated_options(x, call.eps, call.zero_centered_gamma, call.activation, call.norm_before_gate, call.group_size)
+    given = call.eps, call.zero_centered_gamma, call.activation, call.norm_before_gate, call.group_size
+    options = gated_options(x.shape[-1], *given)
     H = x.shape[-1] // options.groups
     rows = "groups" if options.groups > 1 else "rows"
     ahead, back = kernels.gated_forward_tiles(H, x.element_size()), kernels.backward_tiles_for(x, z, options)
@@ -165,15 +176,21 @@ def variant(call: Call) -> str:
 
 
 def check_gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool, activation: str, group_size: int | None
-) -> None:
+    x: Tensor, z: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool, activation: str, group_size: int | None,
+    name: str = "weight", shared: bool = False,
+) -> None:  # fmt: skip
+    """Raise where an argument is wrong. `name`: of the norm's weight, which groups may share where it is `shared`."""
     check_norm(x, eps)
     check_floating("z", z)
     check_same_shape("z", z, x)
-    if weight is not None:
-        check_vector("weight", weight, x)
-    elif zero_centered_gamma:
-        raise ValueError("zero_centered_gamma says how weight is kept, but there is no weight")
+    if weight is None:
+        if zero_centered_gamma:
+            raise ValueError(f"zero_centered_gamma says how {name} is kept, but there is no {name}")
+    elif shared and group_size is not None and getattr(weight, "shape", None) == (group_size,):
+        check_floating(name, weight, optional=True)
+        check_device(name, weight, x)
+    else:
+        check_vector(name, weight, x)
     check_gate("x's last dimension", x.shape[-1], activation, group_size)
 
 
@@ -226,7 +243,7 @@ def gated_rms_norm(
             "gated_rms_norm", chosen, x, z, weight, eps, zero_centered_gamma=zero_centered_gamma, activation=activation,
             norm_before_gate=norm_before_gate, group_size=group_size,
         )  # fmt: skip
-    options = gated_options(x, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
+    options = gated_options(x.shape[-1], eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     if chosen == "torch" or x.numel() == 0:
         formula = partial(gated_formula, options=options)
         return run_formula(formula, "input", x, shared=with_fp32_grads(weight), per_row=(z,))  # type: ignore[no-any-return]

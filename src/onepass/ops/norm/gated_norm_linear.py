@@ -27,14 +27,14 @@ from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.ops.norm import gated_kernels as kernels
 from onepass.ops.norm.gated_kernels import GatedNormOptions
-from onepass.ops.norm.gated_norm import check_gate, gated_formula, unsupported
+from onepass.ops.norm.gated_norm import check_gated_norm, gated_formula, gated_options, unsupported
 from onepass.ops.norm.gated_rows import GatedNormRows, gated_by_formula
 from onepass.ops.norm.sharding import shard_gated_norm_linear
 from onepass.product.function import is_plain, multiply_rows, run_linear
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
 from onepass.runtime.backend import NATIVE, choose, run_other
-from onepass.runtime.checks import check_device, check_floating, check_linear, check_norm, check_same_shape, check_vector
+from onepass.runtime.checks import check_linear
 from onepass.runtime.dispatch import product_type, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
@@ -66,8 +66,7 @@ def _options(
 ) -> tuple[GatedNormOptions, int]:  # fmt: skip
     """Return the norm's options, and the columns of a head: of x, or of a norm_weight that groups share."""
     head = x.shape[-1] if norm_weight is None else norm_weight.shape[0]
-    groups = 1 if group_size is None else head // group_size
-    return GatedNormOptions(float(eps), bool(zero_centered_gamma), activation, bool(norm_before_gate), groups), head
+    return gated_options(head, eps, zero_centered_gamma, activation, norm_before_gate, group_size), head
 
 
 def _traced(
@@ -86,26 +85,19 @@ def _traced(
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    x, z, norm_weight, width = (given[name] for name in ("x", "z", "norm_weight", "group_size"))
-    check_norm(x, given["eps"])
-    check_floating("z", z)
-    check_same_shape("z", z, x)
-    check_gate("x's last dimension", x.shape[-1], given["activation"], width)
-    if norm_weight is None:
-        if given["zero_centered_gamma"]:
-            raise ValueError("zero_centered_gamma says how norm_weight is kept, but there is no norm_weight")
-    elif width is not None and getattr(norm_weight, "shape", None) == (width,):  # which groups share
-        check_floating("norm_weight", norm_weight, optional=True)
-        check_device("norm_weight", norm_weight, x)
-    else:
-        check_vector("norm_weight", norm_weight, x)
+def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
+    """Raise where an argument is wrong, else return who defers the weight's gradient."""
+    x = given["x"]
+    check_gated_norm(
+        x, given["z"], given["norm_weight"], given["eps"], given["zero_centered_gamma"], given["activation"],
+        given["group_size"], "norm_weight", shared=True,
+    )  # fmt: skip
     check_linear(x, x.shape[-1], given["weight"], given["bias"])
-    if group_of_several(given["tp_group"]) is not None and width is None:
+    if group_of_several(given["tp_group"]) is not None and given["group_size"] is None:
         raise ValueError("group_size must be given with a tp_group of several ranks: none of them has a row to normalise")
     if given["sequence_parallel"]:
         check_divisible(x, given["tp_group"])
-    check_deferred(given["deferred"], given["weight"])
+    return check_deferred(given["deferred"], given["weight"])
 
 
 def _variant(call: Call) -> str:
@@ -173,12 +165,12 @@ def gated_norm_linear(
     }  # fmt: skip
     if has_dtensor(x, z, weight):
         return run_on_shards("gated_norm_linear", **given, backend=backend)  # type: ignore[no-any-return]
-    _check(given)
+    deferred = _check(given)
     chosen = choose("gated_norm_linear", backend, unsupported(x, group_size))
     if chosen not in NATIVE:
         return run_other("gated_norm_linear", chosen, **given)  # type: ignore[no-any-return]
     layout = tp_layout(tp_group, by_row=True, sequence=sequence_parallel)
-    product = product_for(precision, x, weight, layout, check_deferred(deferred, weight))
+    product = product_for(precision, x, weight, layout, deferred)
     options, head = _options(x, norm_weight, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
         return _traced(x, z, with_fp32_grad(norm_weight), weight, bias, options, head, product)

@@ -16,13 +16,13 @@ from torch import Tensor
 from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.vectors import VectorGrads
 from onepass.ops.norm.gated_kernels import WIDEST_REBUILT, GatedNormOptions
-from onepass.ops.norm.gated_norm import gated_backward, gated_formula, gated_forward
+from onepass.ops.norm.gated_norm import gated_backward_into, gated_formula, gated_forward
 from onepass.product.fp8.in_graph import GraphRows
 from onepass.product.fp8.prologue import Codes
 from onepass.product.fp8.rows import FP8Rows
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime.dispatch import cast
-from onepass.runtime.formula import run_formula
+from onepass.runtime.formula import formula_gradients, run_formula
 from onepass.runtime.fp8 import FP8Target
 
 
@@ -63,22 +63,21 @@ class GatedNormRows(NamedTuple):
         assert x is not None and z is not None
         of_x, of_weight, of_z = (request is not GradRequest.SKIP for request in requests)
         dy, heads, gates = map(self._by_head, (drows, x, z))
-        into = None
-        if vectors is not None and self.use_triton:
-            into = vectors.into(dy, heads, gates, norm_weight)
-        if vectors is not None and into is None:
-            (norm_weight,) = vectors.wide(norm_weight)
         if self.use_triton:
-            direct: dict[str, Any] = {} if into is None else {"into": into.tensors}
-            direct |= {"into_dy": ours}
             apart = rebuild and self.head // self.options.groups > WIDEST_REBUILT
             needs = of_x, of_z, of_weight, rebuild and not apart
-            found = gated_backward(dy, heads, gates, norm_weight, self.options, *needs, **direct)
+            into, (grad_x, grad_z, dweight, rows) = gated_backward_into(
+                vectors, dy, heads, gates, norm_weight, self.options, *needs, into_dy=ours
+            )
             if apart:
-                found = *found[:3], gated_forward(heads, gates, kept[1], self.options)
+                rows = gated_forward(heads, gates, norm_weight, self.options)
         else:
-            found = _backward_by_formula(dy, heads, norm_weight, gates, self.options, (of_x, of_weight, of_z))
-        grad_x, grad_z, dweight, rows = found
+            if vectors is not None:
+                (norm_weight,) = vectors.wide(norm_weight)
+            formula = partial(gated_by_formula, options=self.options)
+            tensors, needs_of = (heads, norm_weight, gates), (of_x, of_weight, of_z)
+            rows, (grad_x, dweight, grad_z) = formula_gradients(formula, tensors, needs_of, cast(dy, x.dtype))
+            into = None
         if rows is not None:
             rows = cast(rows.view(x.shape), self.dtype)
         shaped = [None if grad is None else grad.view(x.shape) for grad in (grad_x, grad_z)]
@@ -106,18 +105,3 @@ def gated_by_formula(
     """Return the rows by PyTorch, over blocks of rows on a CPU. They can be differentiated, and keep x, z and norm_weight."""
     formula = partial(gated_formula, options=options, dtype=dtype)
     return run_formula(formula, "input", x, shared=(norm_weight,), per_row=(z,))  # type: ignore[no-any-return]
-
-
-def _backward_by_formula(
-    dy: Tensor, x: Tensor, norm_weight: Tensor | None, z: Tensor, options: GatedNormOptions, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """Return dx, dz, the gradient of norm_weight, and the rows."""
-    leaves: list[Any] = [
-        t if t is None else t.detach().requires_grad_(need) for t, need in zip((x, norm_weight, z), needs, strict=True)
-    ]
-    with torch.enable_grad():
-        rows = gated_by_formula(leaves[0], leaves[1], leaves[2], options)
-    asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    grads = iter(torch.autograd.grad(rows, asked, cast(dy, rows.dtype)) if asked else ())
-    dx, dweight, dz = (next(grads) if need else None for need in needs)
-    return dx, dz, dweight, rows.detach()
