@@ -629,6 +629,11 @@ OPS_ROWS = [
         "RMSNorm and a SiLU or sigmoid gate in one kernel, in either order, of heads, rows or groups; saves its two inputs only",
         "gated_norm",
     ),
+    (
+        "[`gated_norm_linear`](docs/guide.md#gated-norms)",
+        "the same and the linear layer after it; saves the norm's two inputs only",
+        "gated_norm_linear",
+    ),
     ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
     (
         "[`linear`](docs/guide.md#linear-layers)",

@@ -125,6 +125,8 @@ def test_a_default_device():
         layer = onepass.nn.Linear(K, N, precision="fp8", dtype=BF16)
         for _ in range(3):
             layer(x).sum().backward()
+            with torch.no_grad():
+                layer.weight.mul_(1)  # ends a step
     finally:
         torch.set_default_device(None)
     torch.cuda.synchronize()

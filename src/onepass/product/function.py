@@ -41,7 +41,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prologue: Prologue, product: Product, *tensors: Any) -> Any:
         """`tensors`: the prologue's inputs, the weight and the bias; as many of both as the product takes."""
-        graph_break_if_deferred(product.deferred)
+        if product.deferred is not None:
+            graph_break_if_deferred(product.deferred)
         ctx.prologue, ctx.count, ctx.row_counts = prologue, len(tensors), None
         needs = ctx.needs_input_grad[_FIRST:]  # read once: autograd makes the tuple anew each time
         if product.num_weights > 1:  # they are one that has all their rows
@@ -93,8 +94,8 @@ def _alone(
     prologue, product = ctx.prologue, ctx.product
     *of_inputs, of_weight, of_bias = requests
     asks_inputs, asks_weight = _any(of_inputs), of_weight is not SKIP and dy is not None
-    later = is_deferred(product.deferred, ctx.parameters[0], of_weight)
-    vectors = _vectors(ctx, of_inputs)
+    later = product.deferred is not None and is_deferred(product.deferred, ctx.parameters[0], of_weight)
+    vectors = None if ctx.vectors is None else _vectors(ctx, of_inputs)
     sums = None if dy is None or of_bias is SKIP else column_sums(dy)
     dy_operand = None
     if dy is not None and (asks_inputs or asks_weight):
@@ -168,10 +169,7 @@ def _of_parts(grads: Grads, row_counts: list[int], requests: Sequence[GradReques
 
 
 def _any(requests: Sequence[GradRequest]) -> bool:
-    for request in requests:  # a loop, not any(...): as in `needs_dispatcher`
-        if request is not SKIP:
-            return True
-    return False
+    return requests.count(SKIP) < len(requests)
 
 
 def _vectors(ctx: Any, of_inputs: Sequence[GradRequest]) -> VectorGrads | None:
@@ -205,11 +203,12 @@ def _put(
     """
     (weight, bias), (weight_place, bias_place) = ctx.parameters, ctx.main_grads
     of_weight, of_bias = requests[-2:]
-    work = None
-    if rows is not None:
+    if rows is None:
+        work = None
+    elif sums is None and not vectors:
+        return [None], ctx.product.weight_gradient(dy, rows, weight, weight_place, of_weight, later=later)
+    else:
         work = partial(ctx.product.weight_gradient, dy, rows, weight, weight_place, of_weight, later=later)
-    if sums is None and not vectors:
-        return [None], None if work is None else work()
     return vector_gradients([None if sums is None else (sums, bias, bias_place, of_bias), *vectors], work)
 
 

@@ -40,7 +40,7 @@ class Rows(NamedTuple):
         *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
     ) -> PrologueGradients:  # fmt: skip
         dx = drows if drows is None or drows.dtype is self.x_type else drows.to(self.x_type)
-        return PrologueGradients((dx,), None, self.rows_again(kept) if rebuild else None)
+        return PrologueGradients((dx,), None, self.rows_again(kept)) if rebuild else PrologueGradients((dx,))
 
 
 _ROWS = {dtype: Rows(dtype, dtype) for dtype in FLOATING}  # to make one takes .5 us of a call's 20
