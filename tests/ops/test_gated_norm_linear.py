@@ -196,7 +196,8 @@ _X, _W = torch.ones(2, 6), torch.ones(4, 6)
 @pytest.mark.parametrize(
     ("raised", "words", "norm_weight", "weight", "options"),
     [
-        (ValueError, ("norm_weight", "(6,)", "(3,)"), torch.ones(3), _W, {}),
+        (ValueError, ("norm_weight", "[K] = [6]", "is [3]", "give group_size=3"), torch.ones(3), _W, {}),
+        (ValueError, ("norm_weight", "(6,)", "(4,)"), torch.ones(4), _W, {}),
         (ValueError, ("norm_weight", "(6,)", "(2,)"), torch.ones(2), _W, {"group_size": 3}),
         (ValueError, ("zero_centered_gamma", "no norm_weight"), None, _W, {"zero_centered_gamma": True}),
         (ValueError, ("weight", "6", "5"), None, _W[:, :5], {}),

@@ -41,7 +41,7 @@ def check_device(name: str, value: Tensor, x: Tensor, like: str = "x") -> None:
 def check_vector(name: str, value: Tensor, x: Tensor) -> None:
     """A bias or a weight: as long as x's last dimension, and on its device."""
     check_floating(name, value, optional=True)
-    if value.shape != x.shape[-1:]:
+    if value.shape != (x.shape[-1],):  # of a tuple: a slice of a shape takes as long again
         raise ValueError(f"{name} must have shape {tuple(x.shape[-1:])}, as x's last dimension, but has {tuple(value.shape)}")
     check_device(name, value, x)
 
@@ -56,8 +56,9 @@ def check_same_shape(name: str, value: Tensor, x: Tensor) -> None:
 def check_norm(x: Tensor, eps: float) -> None:
     """x is numbers, there is something to take a mean of, and something to keep its root from 0."""
     check_floating("x", x)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must have a last dimension of at least 1, but has shape {tuple(x.shape)}")
+    shape = x.shape
+    if not shape or shape[-1] == 0:
+        raise ValueError(f"x must have a last dimension of at least 1, but has shape {tuple(shape)}")
     check_eps(eps)
 
 

@@ -85,10 +85,7 @@ def _traced(
 def _check(given: Mapping[str, Any]) -> tuple[Activation, DeferredWgrad | None]:
     """Raise where an argument is wrong, else return the activation, and who defers the weight's gradient."""
     x = given["x"]
-    act = kernels.check_activation(
-        x, given["activation_bias"], given["activation"], given["token_weight"], given["clamp"], given["linear_offset"],
-        given["save"], "activation_bias",
-    )  # fmt: skip
+    act = kernels.check_activation(given, given["activation_bias"], "activation_bias")
     check_linear(x, x.shape[-1] // act.parts, given["weight"], given["bias"])
     if given["sequence_parallel"]:
         check_divisible(x, given["tp_group"])

@@ -17,7 +17,7 @@ Kernels  ops/activation/kernels.py, shared with activation_linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -121,20 +121,24 @@ _apply = fast_apply(_BiasActivation)
 # ---- the public functions: say what is wrong, choose who does it, return ----
 
 
-def _check(call: Call) -> None:
-    given = call.x, call.bias, call.activation, call.token_weight, call.clamp, call.linear_offset, call.save
-    _check_tensors(*given, call.linear)
-    _output_target(call.out, call.x, threshold_of("dropout", call.dropout), call.linear)
-
-
-def _check_tensors(
-    x: Tensor, bias: Tensor | None, activation: str, token_weight: Tensor | None, clamp: float | None, linear_offset: float,
-    save: str, linear: Tensor | None,
-) -> Activation:  # fmt: skip
-    """Raise where an argument is wrong, else return the activation."""
+def _check(given: Mapping[str, Any]) -> tuple[Activation, int, FP8Target | None]:
+    """Raise where an argument is wrong, else return the activation, how many of 65536 elements drop, and the codes' target."""
+    x, linear, dropout = given["x"], given["linear"], given["dropout"]
     if linear is None:
-        return kernels.check_activation(x, bias, activation, token_weight, clamp, linear_offset, save)
-    act = kernels.check_activation(x, None, activation, token_weight, clamp, linear_offset, save, linear=linear)
+        act = kernels.check_activation(given, given["bias"])
+    else:
+        act = kernels.check_activation(given, None, halves=False)
+        _check_linear_part(act, x, linear, given["bias"], given["save"])
+    threshold = threshold_of("dropout", dropout) if type(dropout) is not float or dropout != 0.0 else 0
+    target = output_target(given["out"], x)
+    if target is not None and threshold:
+        raise ValueError("dropout must be 0 with out='fp8': codes are not dropped")
+    if target is not None and linear is not None:
+        raise ValueError("linear must be None with out='fp8', which takes gate and linear part as the halves of x")
+    return act, threshold, target
+
+
+def _check_linear_part(act: Activation, x: Tensor, linear: Tensor, bias: Tensor | None, save: str) -> None:
     if not act.gated:
         raise ValueError(f"linear must be None where the activation is not gated, but is given with {act.name!r}")
     check_same_shape("linear", linear, x)
@@ -144,16 +148,6 @@ def _check_tensors(
         raise ValueError("bias must be None with linear: add biases in the products that x and linear come from")
     if save != "input":
         raise ValueError(f"save must be 'input' with linear, but is {save!r}")
-    return act
-
-
-def _output_target(out: FP8Output, x: Tensor, threshold: int, linear: Tensor | None) -> FP8Target | None:
-    target = output_target(out, x)
-    if target is not None and threshold:
-        raise ValueError("dropout must be 0 with out='fp8': codes are not dropped")
-    if target is not None and linear is not None:
-        raise ValueError("linear must be None with out='fp8', which takes gate and linear part as the halves of x")
-    return target
 
 
 def _variant(call: Call) -> str:
@@ -218,23 +212,19 @@ def bias_activation(
         ``[..., H]`` in x's type. Arithmetic is in fp32 and rounded once. With `out` it is an `onepass.FP8Tensor`: ``codes``
         ``[..., H]``, and ``inverse`` of their scale, fp32 ``[..., 1]`` where each row has its own.
     """
+    given = {
+        "x": x, "bias": bias, "activation": activation, "linear": linear, "token_weight": token_weight, "clamp": clamp,
+        "linear_offset": linear_offset, "dropout": dropout, "save": save, "out": out,
+    }  # fmt: skip
     if has_dtensor(x, bias, linear):
-        return run_on_shards(
-            "bias_activation", x=x, bias=bias, activation=activation, linear=linear, token_weight=token_weight, clamp=clamp,
-            linear_offset=linear_offset, dropout=dropout, save=save, out=out, backend=backend,
-        )  # fmt: skip
-    act = _check_tensors(x, bias, activation, token_weight, clamp, linear_offset, save, linear)
-    threshold = threshold_of("dropout", dropout) if type(dropout) is not float or dropout != 0.0 else 0
-    target = _output_target(out, x, threshold, linear)
+        return run_on_shards("bias_activation", **given, backend=backend)
+    act, threshold, target = _check(given)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
         kernels.check_finite(x)
     chosen = choose("bias_activation", backend, kernels.activation_unsupported(x, act))
     if chosen not in NATIVE:
-        return run_other(
-            "bias_activation", chosen, x, bias, activation, linear=linear,
-            token_weight=token_weight, clamp=clamp, linear_offset=linear_offset, dropout=float(dropout), save=save, out=out,
-        )  # fmt: skip
+        return run_other("bias_activation", chosen, **given | {"dropout": float(dropout)})
     if target is not None:
         check_forward_only(x, bias, token_weight)
         options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
@@ -257,7 +247,7 @@ def bias_activation(
 
 define_op(
     bias_activation,
-    check=_check,
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: kernels.activation_unsupported(call.x, find_activation(call.activation)),
     variant=_variant,
     sharding=shard_bias_activation,

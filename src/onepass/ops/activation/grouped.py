@@ -44,14 +44,17 @@ def activation_grouped_linear(
         activation, token_weight, clamp, linear_offset, save: as in `bias_activation`.
         precision: as in `grouped_linear`.
     """
-    act = kernels.check_activation(x, None, activation, token_weight, clamp, linear_offset, save)
+    given: dict[str, Any] = {
+        "x": x, "activation": activation, "token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset,
+        "save": save,
+    }  # fmt: skip
+    act = kernels.check_activation(given, None)
     product = product_type(x)
     in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
     chosen = choose("bias_activation", None, kernels.activation_unsupported(x, act))
     options = ActivationOptions(act.key, None if clamp is None else float(clamp), float(linear_offset) or None)
     if not in_fp8 or chosen not in NATIVE:
-        given: dict[str, Any] = {"clamp": clamp, "linear_offset": linear_offset, "save": save}
-        a = bias_activation(x, None, activation, token_weight=token_weight, **given)
+        a = bias_activation(**given)
         return multiply_grouped_rows(a, weight, ends, product_type(a), in_fp8)
     if torch.compiler.is_compiling():  # rounded once, as an uncompiled call does
         a = activation_by_formula(x, None, token_weight, options, torch.float32, save)

@@ -6,6 +6,7 @@ keeps x only. A gated activation's linear half is the second of x, or a tensor o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -443,23 +444,20 @@ def activation_variant(x: Tensor, act: Activation, save: str, linear: Tensor | N
     )
 
 
-def check_activation(
-    x: Tensor, bias: Tensor | None = None, activation: str = "gelu", token_weight: Tensor | None = None,
-    clamp: float | None = None, linear_offset: float = 0.0, save: str = "input", bias_name: str = "bias",
-    linear: Tensor | None = None,
-) -> Activation:  # fmt: skip
-    """Raise where an argument is wrong, else return the activation."""
-    act = find_activation(activation)
+def check_activation(given: Mapping[str, Any], bias: Tensor | None, bias_name: str = "bias", halves: bool = True) -> Activation:
+    """Raise where an argument is wrong, else return the activation. `halves`: a gated one's gate and linear part are x's."""
+    x, token_weight = given["x"], given["token_weight"]
+    act = find_activation(given["activation"])
     check_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, but is a scalar")
-    if act.gated and x.shape[-1] % 2 and linear is None:
+    if act.gated and x.shape[-1] % 2 and halves:
         raise ValueError(f"x must have an even last dimension for {act.name!r}, but has {x.shape[-1]}")
     if bias is not None:
         check_vector(bias_name, bias, x)
     if token_weight is not None:
         check_per_token("token_weight", token_weight, x)
-    check_options(act, clamp, linear_offset, save)
+    check_options(act, given["clamp"], given["linear_offset"], given["save"])
     return act
 
 

@@ -15,6 +15,7 @@ Kernels  ops/attention/rope_kernels.py, ops/attention/rope_norm_kernels.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -131,19 +132,18 @@ _apply = fast_apply(_RopeFunction)
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None,
-    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, zero_centered_gamma: bool,
-) -> None:  # fmt: skip
+def _check(given: Mapping[str, Any]) -> None:
+    q, k, cos, sin, cu_seqlens = given["q"], given["k"], given["cos"], given["sin"], given["cu_seqlens"]
+    q_weight, k_weight, zero_centered_gamma = given["q_weight"], given["k_weight"], given["zero_centered_gamma"]
     check_floating("q", q)  # no loop: the checks are most of a call's time
     check_floating("k", k)
     check_floating("cos", cos)
     check_floating("sin", sin)
-    if q.dim() < 3:
-        raise ValueError(f"q must have at least three dimensions, tokens, heads and numbers, but has shape {tuple(q.shape)}")
     q_shape, k_shape = q.shape, k.shape
+    if len(q_shape) < 3:
+        raise ValueError(f"q must have at least three dimensions, tokens, heads and numbers, but has shape {tuple(q_shape)}")
     tokens, D = q_shape[:-2], q_shape[-1]
-    if k_shape != q_shape and (k.dim() != q.dim() or k_shape[:-2] != tokens or k_shape[-1] != D):
+    if k_shape != q_shape and (len(k_shape) != len(q_shape) or k_shape[:-2] != tokens or k_shape[-1] != D):
         raise ValueError(f"k must have q's shape {tuple(q_shape)} but for the heads, its last but one, but has {tuple(k_shape)}")
     check_device("k", k, q, "q")
     if cu_seqlens is None:
@@ -152,12 +152,7 @@ def _check(
         check_documents(cu_seqlens, q, tuple(tokens), "q")
         check_tables_of(cos, sin, cu_seqlens, q, tuple(tokens), D, "q")
     if q_weight is not None or k_weight is not None or zero_centered_gamma:
-        check_weights(q_weight, k_weight, eps, zero_centered_gamma, q, D, "q")
-
-
-def _check_call(call: Call) -> None:
-    weights = call.q_weight, call.k_weight, call.eps, call.zero_centered_gamma
-    _check(call.q, call.k, call.cos, call.sin, call.cu_seqlens, *weights)
+        check_weights(q_weight, k_weight, given["eps"], zero_centered_gamma, q, D, "q")
 
 
 def _unsupported(q: Tensor, k: Tensor) -> str | None:
@@ -218,18 +213,16 @@ def rope(
         q and k rotated, of their own shapes and types, contiguous. Arithmetic is in fp32 and rounded once. For an attention that
         takes ``[B, H, S, D]``, `transpose(1, 2)` is a view.
     """
+    given = {
+        "q": q, "k": k, "cos": cos, "sin": sin, "interleaved": interleaved, "cu_seqlens": cu_seqlens, "q_weight": q_weight,
+        "k_weight": k_weight, "eps": eps, "zero_centered_gamma": zero_centered_gamma,
+    }  # fmt: skip
     if has_dtensor(q, k):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "rope", q=q, k=k, cos=cos, sin=sin, interleaved=interleaved, cu_seqlens=cu_seqlens, q_weight=q_weight,
-            k_weight=k_weight, eps=eps, zero_centered_gamma=zero_centered_gamma, backend=backend,
-        )  # fmt: skip
-    _check(q, k, cos, sin, cu_seqlens, q_weight, k_weight, eps, zero_centered_gamma)
+        return run_on_shards("rope", **given, backend=backend)  # type: ignore[no-any-return]
+    _check(given)
     chosen = choose("rope", backend, _unsupported(q, k))
     if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
-            "rope", chosen, q, k, cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens, q_weight=q_weight, k_weight=k_weight,
-            eps=eps, zero_centered_gamma=zero_centered_gamma,
-        )  # fmt: skip
+        return run_other("rope", chosen, **given)  # type: ignore[no-any-return]
     cos, sin = _tables(q, cos, sin, cu_seqlens)
     interleaved, use_triton = bool(interleaved), chosen == "triton" and bool(q.numel() or k.numel())
     if q_weight is not None and k_weight is not None:
@@ -245,7 +238,7 @@ def rope(
 
 define_op(
     rope,
-    check=_check_call,
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: _unsupported(call.q, call.k),
     variant=_variant,
     sharding=shard_rope,

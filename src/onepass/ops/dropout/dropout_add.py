@@ -187,17 +187,18 @@ def _variant(call: Call) -> str:
     return description + (f"{threshold} of {STEPS} dropped, the seed kept and no mask" if threshold else "nothing dropped")
 
 
-def _check(x: Tensor, residual: Tensor, bias: Tensor | None, p: float, sequence_parallel: bool) -> int:
-    """Raise where an argument is wrong. Return how many of 65536 elements p drops."""
+def _check(given: Mapping[str, Any]) -> tuple[int, dist.ProcessGroup | None]:
+    """Raise where an argument is wrong. Return how many of 65536 elements p drops, and the group if there are others in it."""
+    x, bias = given["x"], given["bias"]
     check_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, but is a scalar")
-    check_same_shape("residual", residual, x)
+    check_same_shape("residual", given["residual"], x)
     if bias is not None:
         check_vector("bias", bias, x)
-    if sequence_parallel and x.dim() < 2:
+    if given["sequence_parallel"] and x.dim() < 2:
         raise ValueError(f"x must have at least two dimensions under sequence_parallel, but has shape {tuple(x.shape)}")
-    return threshold_of("p", p)
+    return threshold_of("p", given["p"]), group_of_several(given["tp_group"], "tp_group")
 
 
 def shard_dropout_add(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
@@ -251,21 +252,19 @@ def dropout_add(
     drops the same elements again, and each replay of a CUDA graph drops others. The seed, the row and the column decide which
     elements are dropped; backend, tiles and strides do not matter.
     """
+    given = {
+        "x": x, "residual": residual, "p": p, "bias": bias, "training": training, "tp_group": tp_group,
+        "sequence_parallel": sequence_parallel,
+    }  # fmt: skip
     if has_dtensor(x, residual):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "dropout_add", x=x, residual=residual, p=p, bias=bias, training=training, tp_group=tp_group,
-            sequence_parallel=sequence_parallel, backend=backend,
-        )  # fmt: skip
-    threshold = _check(x, residual, bias, p, sequence_parallel)
+        return run_on_shards("dropout_add", **given, backend=backend)  # type: ignore[no-any-return]
+    threshold, group = _check(given)
     if not training:
         threshold = 0
-    group = group_of_several(tp_group, "tp_group")
     chosen = choose("dropout_add", backend, unsupported(x, residual))
     if chosen not in NATIVE:
-        sequence = sequence_parallel and group is not None
-        return run_other(  # type: ignore[no-any-return]
-            "dropout_add", chosen, x, residual, p, bias=bias, training=training, tp_group=group, sequence_parallel=sequence
-        )
+        given |= {"tp_group": group, "sequence_parallel": sequence_parallel and group is not None}
+        return run_other("dropout_add", chosen, **given)  # type: ignore[no-any-return]
     seed: Any = None
     first_row = number = None
     if threshold:
@@ -285,10 +284,7 @@ def dropout_add(
 
 define_op(
     dropout_add,
-    check=lambda call: (
-        group_of_several(call.tp_group, "tp_group"),
-        _check(call.x, call.residual, call.bias, call.p, call.sequence_parallel),
-    ),
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: unsupported(call.x, call.residual),
     variant=_variant,
     sharding=shard_dropout_add,

@@ -149,10 +149,9 @@ def variant(ids: Tensor, weight: Tensor, **options: Any) -> str:
     return f"forward with {description}, while {who} orders the tokens by row; backward with a program a token; keeps the order"
 
 
-def _check(
-    ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0, vocab_size: int | None = None
-) -> bool:
+def _check(given: Mapping[str, Any]) -> bool:
     """Raise where an argument is wrong. Return whether the ids were read, and are all in the vocabulary."""
+    ids, weight = given["ids"], given["weight"]
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         kind = f"of {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise TypeError(f"ids must be an int32 or int64 tensor, but is {kind}")
@@ -161,9 +160,11 @@ def _check(
         raise ValueError(f"weight must have shape (rows, features), but has {tuple(weight.shape)}")
     check_device("ids", ids, weight, "weight")
     rows = weight.shape[0]
-    for name, number in (("padding_idx", padding_idx), ("vocab_start", vocab_start), ("vocab_size", vocab_size)):
+    for name in ("padding_idx", "vocab_start", "vocab_size"):
+        number = given[name]
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
             raise TypeError(f"{name} must be a whole number, but is {number!r}")
+    padding_idx, vocab_start, vocab_size = given["padding_idx"], given["vocab_start"], given["vocab_size"]
     if vocab_size is None:
         vocab_size = rows
     if vocab_size < rows:
@@ -238,16 +239,13 @@ def embedding(
         y ``[..., H]``, of weight's type, also under autocast. An id outside of the vocabulary raises IndexError on a CPU and
         under `onepass.validate()`. On a GPU and in a compiled graph its row is NaN, and no row gets a gradient from it.
     """
+    given = {"ids": ids, "weight": weight, "padding_idx": padding_idx, "vocab_start": vocab_start, "vocab_size": vocab_size}
     if has_dtensor(ids, weight):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "embedding", ids=ids, weight=weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size,
-            backend=backend,
-        )  # fmt: skip
-    sound = _check(ids, weight, padding_idx=padding_idx, vocab_start=vocab_start, vocab_size=vocab_size)
+        return run_on_shards("embedding", **given, backend=backend)  # type: ignore[no-any-return]
+    sound = _check(given)
     chosen = choose("embedding", backend, unsupported(weight))
     if chosen not in NATIVE:
-        of_vocabulary = {"padding_idx": padding_idx, "vocab_start": vocab_start, "vocab_size": vocab_size}
-        return run_other("embedding", chosen, ids, weight, **of_vocabulary)  # type: ignore[no-any-return]
+        return run_other("embedding", chosen, **given)  # type: ignore[no-any-return]
     options = _options(weight, padding_idx, vocab_start, vocab_size)
     use_triton = chosen == "triton" and ids.numel() > 0 and weight.numel() > 0
     if under_functorch():
@@ -261,7 +259,7 @@ def embedding(
 
 define_op(
     embedding,
-    check=lambda call: _check(**vars(call)),
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: unsupported(**vars(call)),
     variant=lambda call: variant(**vars(call)),
     sharding=shard_embedding,

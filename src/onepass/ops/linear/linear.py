@@ -63,30 +63,29 @@ def _variant(call: Call) -> str:
     return ", ".join(said)
 
 
-def _check(call: Call) -> None:
-    _check_tensors(call.x, call.weight, call.bias)
-    check_deferred(call.deferred, call.weight)
-    _check_layout(call.x, call.tp_group, call.allreduce_dgrad, call.sequence_parallel, call.reduce_output)
-
-
-def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
+    """Raise where an argument is wrong, else return who defers the weight's gradient."""
+    x, weight = given["x"], given["weight"]
     check_floating("x", x)
-    if x.dim() == 0:
+    shape = x.shape
+    if not shape:
         raise ValueError("x must have at least one dimension, but is a scalar")
-    check_linear(x, x.shape[-1], weight, bias)
-
-
-def _check_layout(
-    x: Tensor, tp_group: dist.ProcessGroup | None, allreduce_dgrad: bool, sequence_parallel: bool, reduce_output: bool
-) -> None:
-    if allreduce_dgrad and sequence_parallel:
-        raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: under sequence_parallel dx is summed already")
-    if allreduce_dgrad and reduce_output:
-        raise ValueError("allreduce_dgrad and reduce_output exclude each other: where y is summed, each rank has its own dx")
-    if sequence_parallel and x.dim() < 2:
-        raise ValueError(f"x must have a first dimension for sequence_parallel to divide, but has shape {tuple(x.shape)}")
-    if sequence_parallel and reduce_output:
-        check_divisible(x, tp_group)
+    check_linear(x, shape[-1], weight, given["bias"])
+    deferred = check_deferred(given["deferred"], weight)
+    sequence_parallel, reduce_output = given["sequence_parallel"], given["reduce_output"]
+    if given["allreduce_dgrad"]:
+        if sequence_parallel:
+            raise ValueError(
+                "allreduce_dgrad and sequence_parallel exclude each other: under sequence_parallel dx is summed already"
+            )
+        if reduce_output:
+            raise ValueError("allreduce_dgrad and reduce_output exclude each other: where y is summed, each rank has its own dx")
+    if sequence_parallel:
+        if len(shape) < 2:
+            raise ValueError(f"x must have a first dimension for sequence_parallel to divide, but has shape {tuple(shape)}")
+        if reduce_output:
+            check_divisible(x, given["tp_group"])
+    return deferred
 
 
 def shard_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
@@ -140,24 +139,19 @@ def linear(
     Returns:
         ``[..., N]`` in x's type, or autocast's.
     """
+    given = {
+        "x": x, "weight": weight, "bias": bias, "tp_group": tp_group, "allreduce_dgrad": allreduce_dgrad,
+        "sequence_parallel": sequence_parallel, "reduce_output": reduce_output, "deferred": deferred, "precision": precision,
+    }  # fmt: skip
     if has_dtensor(x, weight):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "linear", x=x, weight=weight, bias=bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
-            sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
-            backend=backend,
-        )  # fmt: skip
-    _check_tensors(x, weight, bias)
-    deferred = check_deferred(deferred, weight)
+        return run_on_shards("linear", **given, backend=backend)  # type: ignore[no-any-return]
+    deferred = _check(given)
     chosen = choose("linear", backend, None)
+    if chosen not in NATIVE:
+        return run_other("linear", chosen, **given)  # type: ignore[no-any-return]
     layout = None
     if allreduce_dgrad or sequence_parallel or reduce_output:
-        _check_layout(x, tp_group, allreduce_dgrad, sequence_parallel, reduce_output)
         layout = tp_layout(tp_group, by_row=reduce_output, sequence=sequence_parallel)
-    if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
-            "linear", chosen, x, weight, bias, tp_group=tp_group, allreduce_dgrad=allreduce_dgrad,
-            sequence_parallel=sequence_parallel, reduce_output=reduce_output, deferred=deferred, precision=precision,
-        )  # fmt: skip
     product = product_for(precision, x, weight, layout, deferred)
     if is_plain(product, weight, bias):
         return F.linear(x, weight, bias)  # PyTorch's own does all that remains
@@ -167,7 +161,7 @@ def linear(
 
 define_op(
     linear,
-    check=_check,
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: None,  # PyTorch's products run everywhere
     variant=_variant,
     sharding=shard_linear,

@@ -11,7 +11,7 @@ Kernels  ops/norm/gated_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -175,23 +175,34 @@ def variant(call: Call) -> str:
     return f"{said}; {' and '.join(copied)} copied, as it lies; keeps x and z" if copied else f"{said}; keeps x and z"
 
 
-def check_gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool, activation: str, group_size: int | None,
-    name: str = "weight", shared: bool = False,
-) -> None:  # fmt: skip
+def check_gated_norm(given: Mapping[str, Any], name: str = "weight", shared: bool = False) -> None:
     """Raise where an argument is wrong. `name`: of the norm's weight, which groups may share where it is `shared`."""
-    check_norm(x, eps)
+    x, z, weight, group_size = given["x"], given["z"], given[name], given["group_size"]
+    check_norm(x, given["eps"])
     check_floating("z", z)
     check_same_shape("z", z, x)
     if weight is None:
-        if zero_centered_gamma:
+        if given["zero_centered_gamma"]:
             raise ValueError(f"zero_centered_gamma says how {name} is kept, but there is no {name}")
-    elif shared and group_size is not None and getattr(weight, "shape", None) == (group_size,):
-        check_floating(name, weight, optional=True)
-        check_device(name, weight, x)
+    elif shared:
+        _check_shared_weight(name, weight, x, group_size)
     else:
         check_vector(name, weight, x)
-    check_gate("x's last dimension", x.shape[-1], activation, group_size)
+    check_gate("x's last dimension", x.shape[-1], given["activation"], group_size)
+
+
+def _check_shared_weight(name: str, weight: Tensor, x: Tensor, group_size: int | None) -> None:
+    """Check a weight of x's columns, or of a group's."""
+    check_floating(name, weight, optional=True)
+    K, shape = x.shape[-1], tuple(weight.shape)
+    if group_size is None and len(shape) == 1 and 0 < shape[0] < K and K % shape[0] == 0:
+        raise ValueError(
+            f"{name} must be [K] = [{K}], but is [{shape[0]}]: where heads of {shape[0]} columns share it, "
+            f"give group_size={shape[0]}"
+        )
+    if shape != (group_size,):
+        check_vector(name, weight, x)
+    check_device(name, weight, x)
 
 
 def check_gate(name: str, width: int, activation: str, group_size: int | None) -> None:
@@ -231,18 +242,16 @@ def gated_rms_norm(
     Returns:
         y, of x's shape and type. Arithmetic is in fp32, and y is rounded once. x and z are kept for backward, and nothing else.
     """
+    given = {
+        "x": x, "z": z, "weight": weight, "eps": eps, "zero_centered_gamma": zero_centered_gamma, "activation": activation,
+        "norm_before_gate": norm_before_gate, "group_size": group_size,
+    }  # fmt: skip
     if has_dtensor(x, z, weight):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "gated_rms_norm", x=x, z=z, weight=weight, eps=eps, zero_centered_gamma=zero_centered_gamma, activation=activation,
-            norm_before_gate=norm_before_gate, group_size=group_size, backend=backend,
-        )  # fmt: skip
-    check_gated_norm(x, z, weight, eps, zero_centered_gamma, activation, group_size)
+        return run_on_shards("gated_rms_norm", **given, backend=backend)  # type: ignore[no-any-return]
+    check_gated_norm(given)
     chosen = choose("gated_rms_norm", backend, unsupported(x, group_size))
     if chosen not in NATIVE:
-        return run_other(  # type: ignore[no-any-return]
-            "gated_rms_norm", chosen, x, z, weight, eps, zero_centered_gamma=zero_centered_gamma, activation=activation,
-            norm_before_gate=norm_before_gate, group_size=group_size,
-        )  # fmt: skip
+        return run_other("gated_rms_norm", chosen, **given)  # type: ignore[no-any-return]
     options = gated_options(x.shape[-1], eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     if chosen == "torch" or x.numel() == 0:
         formula = partial(gated_formula, options=options)
@@ -255,9 +264,7 @@ def gated_rms_norm(
 
 define_op(
     gated_rms_norm,
-    check=lambda call: check_gated_norm(
-        call.x, call.z, call.weight, call.eps, call.zero_centered_gamma, call.activation, call.group_size
-    ),
+    check=lambda call: check_gated_norm(vars(call)),
     unsupported=lambda call: unsupported(call.x, call.group_size),
     variant=variant,
     sharding=shard_norm,

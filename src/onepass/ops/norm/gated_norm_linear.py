@@ -88,10 +88,7 @@ def _traced(
 def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
     """Raise where an argument is wrong, else return who defers the weight's gradient."""
     x = given["x"]
-    check_gated_norm(
-        x, given["z"], given["norm_weight"], given["eps"], given["zero_centered_gamma"], given["activation"],
-        given["group_size"], "norm_weight", shared=True,
-    )  # fmt: skip
+    check_gated_norm(given, "norm_weight", shared=True)
     check_linear(x, x.shape[-1], given["weight"], given["bias"])
     if group_of_several(given["tp_group"]) is not None and given["group_size"] is None:
         raise ValueError("group_size must be given with a tp_group of several ranks: none of them has a row to normalise")

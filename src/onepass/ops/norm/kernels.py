@@ -83,12 +83,13 @@ def norm_unsupported(x: Tensor) -> str | None:
     """Why the kernels can't take this call, or None."""
     if x.dtype not in TYPES:
         return f"x is {x.dtype}"
-    if x.shape[-1] > WIDEST:
-        return f"rows of {x.shape[-1]} are longer than {WIDEST}"
+    H = x.shape[-1]
+    if H > WIDEST:
+        return f"rows of {H} are longer than {WIDEST}"
     if under_functorch():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
     reason = triton_unsupported(x)
-    return too_few_processors(x) if reason is None and x.shape[-1] > ALWAYS_HELD and x.is_cuda else reason
+    return too_few_processors(x) if reason is None and H > ALWAYS_HELD and x.is_cuda else reason
 
 
 def norm_variant(

@@ -12,6 +12,7 @@ Kernels  ops/norm/kernels.py and what it names: norm_linear shares them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -132,35 +133,31 @@ _apply = fast_apply(_NormFunction)
 # ---- the public functions: say what is wrong, choose who does it, return ----
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool) -> None:
-    check_norm(x, eps)
+def _check(given: Mapping[str, Any], bias: Tensor | None = None) -> FP8Target | None:
+    """Raise where an argument is wrong, else return the target of y's codes."""
+    x, weight, residual = given["x"], given["weight"], given["residual"]
+    check_norm(x, given["eps"])
     if weight is not None:
         check_vector("weight", weight, x)
-    elif centered:
+    elif given["zero_centered_gamma"]:
         raise ValueError("zero_centered_gamma says how weight is kept, but there is no weight")
     if bias is not None:
         check_vector("bias", bias, x)
     if residual is not None:
         check_same_shape("residual", residual, x)
+    return output_target(given["out"], x)
 
 
-def _norm(
-    name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    options: NormOptions, memory_efficient: bool, return_input: bool, out: FP8Output, backend: str | None,
-) -> Any:  # fmt: skip
-    target = output_target(out, x)
+def _norm(name: str, given: Mapping[str, Any], bias: Tensor | None, target: FP8Target | None, backend: str | None) -> Any:
+    x, weight, residual, return_input = given["x"], given["weight"], given["residual"], given["return_input"]
     chosen = choose(name, backend, kernels.norm_unsupported(x))
     if return_input and residual is None:
         traced = torch.compiler.is_compiling() or under_functorch()
         if traced or chosen != "triton" or target is not None or x.numel() == 0 or not needs_grad(x, weight, bias):
-            return _norm(name, x, None, weight, bias, options, memory_efficient, False, out, backend), x
-    if chosen not in NATIVE:
-        vectors = (weight, bias) if options.layer else (weight,)
-        centered = options.zero_centered_gamma
-        return run_other(
-            name, chosen, x, *vectors, options.eps,
-            residual=residual, zero_centered_gamma=centered, memory_efficient=memory_efficient, out=out,
-        )  # fmt: skip
+            return _norm(name, {**given, "return_input": False}, bias, target, backend), x
+    options = NormOptions(name == "layer_norm", float(given["eps"]), given["zero_centered_gamma"])
+    if chosen not in NATIVE:  # a backend returns h beside y where there is a residual, and only there
+        return run_other(name, chosen, **{**given, "eps": options.eps, "return_input": False})
     if target is not None:
         check_forward_only(x, residual, weight, bias)
         vectors = contiguous_param(weight), contiguous_param(bias)
@@ -172,7 +169,7 @@ def _norm(
     if not needs_grad(x, residual, weight, bias):
         y, h, _ = kernels.forward(x, residual, weight, bias, options, False)
         return y if residual is None else (y, h)
-    return _apply(x, residual, weight, bias, options, not memory_efficient, return_input or residual is not None)
+    return _apply(x, residual, weight, bias, options, not given["memory_efficient"], return_input or residual is not None)
 
 
 def _native_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: NormOptions) -> Any:
@@ -244,14 +241,13 @@ def rms_norm(
         With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
         each row has its own.
     """
+    given = {
+        "x": x, "weight": weight, "eps": eps, "residual": residual, "zero_centered_gamma": zero_centered_gamma,
+        "memory_efficient": memory_efficient, "return_input": return_input, "out": out,
+    }  # fmt: skip
     if has_dtensor(x, weight):
-        return run_on_shards(
-            "rms_norm", x=x, weight=weight, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
-            memory_efficient=memory_efficient, return_input=return_input, out=out, backend=backend,
-        )  # fmt: skip
-    _check(x, residual, weight, None, eps, zero_centered_gamma)
-    options = NormOptions(False, float(eps), zero_centered_gamma)
-    return _norm("rms_norm", x, residual, weight, None, options, memory_efficient, return_input, out, backend)
+        return run_on_shards("rms_norm", **given, backend=backend)
+    return _norm("rms_norm", given, None, _check(given), backend)
 
 
 @overload
@@ -319,19 +315,13 @@ def layer_norm(
         With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
         each row has its own.
     """
+    given = {
+        "x": x, "weight": weight, "bias": bias, "eps": eps, "residual": residual, "zero_centered_gamma": zero_centered_gamma,
+        "memory_efficient": memory_efficient, "return_input": return_input, "out": out,
+    }  # fmt: skip
     if has_dtensor(x, weight):
-        return run_on_shards(
-            "layer_norm", x=x, weight=weight, bias=bias, eps=eps, residual=residual, zero_centered_gamma=zero_centered_gamma,
-            memory_efficient=memory_efficient, return_input=return_input, out=out, backend=backend,
-        )  # fmt: skip
-    _check(x, residual, weight, bias, eps, zero_centered_gamma)
-    options = NormOptions(True, float(eps), zero_centered_gamma)
-    return _norm("layer_norm", x, residual, weight, bias, options, memory_efficient, return_input, out, backend)
-
-
-def _check_call(call: Call, bias: Tensor | None = None) -> None:
-    _check(call.x, call.residual, call.weight, bias, call.eps, call.zero_centered_gamma)
-    output_target(call.out, call.x)
+        return run_on_shards("layer_norm", **given, backend=backend)
+    return _norm("layer_norm", given, bias, _check(given, bias), backend)
 
 
 def _variant(call: Call, layer: bool) -> str:
@@ -344,7 +334,7 @@ def _variant(call: Call, layer: bool) -> str:
 
 define_op(
     rms_norm,
-    check=_check_call,
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=lambda call: _variant(call, False),
     sharding=shard_norm,
@@ -352,7 +342,7 @@ define_op(
 )
 define_op(
     layer_norm,
-    check=lambda call: _check_call(call, call.bias),
+    check=lambda call: _check(vars(call), call.bias),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=lambda call: _variant(call, True),
     sharding=shard_norm,

@@ -16,6 +16,7 @@ Eight bits: norm(h) goes from fp32 to codes, in the norm's pass, and backward wr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -107,24 +108,24 @@ def _variant(call: Call) -> str:
     return f"{said}; {products}; {rebuilt} is rebuilt in backward"
 
 
-def _check(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    norm: str, eps: float | None, zero_centered_gamma: bool,
-) -> None:  # fmt: skip
+def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
+    """Raise where an argument is wrong, else return who defers the weight's gradient."""
+    x, norm, eps = given["x"], given["norm"], given["eps"]
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, but is {norm!r}")
     check_norm(x, DEFAULT_EPS[norm] if eps is None else eps)
-    if residual is not None:
-        check_same_shape("residual", residual, x)
-    if norm_weight is not None:
-        check_vector("norm_weight", norm_weight, x)
-    elif zero_centered_gamma:
+    if given["residual"] is not None:
+        check_same_shape("residual", given["residual"], x)
+    if given["norm_weight"] is not None:
+        check_vector("norm_weight", given["norm_weight"], x)
+    elif given["zero_centered_gamma"]:
         raise ValueError("zero_centered_gamma says how norm_weight is kept, but there is no norm_weight")
-    if norm_bias is not None:
+    if given["norm_bias"] is not None:
         if norm == "rms_norm":
             raise ValueError("norm_bias needs norm='layer_norm': an RMSNorm has no bias")
-        check_vector("norm_bias", norm_bias, x)
-    check_linear(x, x.shape[-1], weight, bias)
+        check_vector("norm_bias", given["norm_bias"], x)
+    check_linear(x, x.shape[-1], given["weight"], given["bias"])
+    return check_deferred(given["deferred"], given["weight"])
 
 
 def norm_linear(
@@ -176,24 +177,19 @@ def norm_linear(
         y ``[..., N]`` in x's type, then norm(h) with `return_norm_output`, then h, of x's shape and type, with a residual or
         `return_input`: (y, norm(h), h) with all.
     """
+    given = {
+        "x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "residual": residual, "norm": norm,
+        "norm_bias": norm_bias, "eps": eps, "zero_centered_gamma": zero_centered_gamma, "return_norm_output": return_norm_output,
+        "return_input": return_input, "tp_group": tp_group, "sequence_parallel": sequence_parallel, "deferred": deferred,
+        "precision": precision,
+    }  # fmt: skip
     if has_dtensor(x, weight):
-        return run_on_shards(
-            "norm_linear", x=x, norm_weight=norm_weight, weight=weight, bias=bias, residual=residual, norm=norm,
-            norm_bias=norm_bias, eps=eps, zero_centered_gamma=zero_centered_gamma, return_norm_output=return_norm_output,
-            return_input=return_input, tp_group=tp_group, sequence_parallel=sequence_parallel, deferred=deferred,
-            precision=precision, backend=backend,
-        )  # fmt: skip
-    _check(x, residual, norm_weight, norm_bias, weight, bias, norm, eps, zero_centered_gamma)
-    deferred = check_deferred(deferred, weight)
+        return run_on_shards("norm_linear", **given, backend=backend)
+    deferred = _check(given)
     chosen = choose("norm_linear", backend, kernels.norm_unsupported(x))
     options = _options(norm, eps, zero_centered_gamma)
     if chosen not in NATIVE:
-        return run_other(
-            "norm_linear", chosen, x, norm_weight, weight, bias,
-            residual=residual, norm=norm, norm_bias=norm_bias, eps=options.eps, zero_centered_gamma=zero_centered_gamma,
-            return_norm_output=return_norm_output, return_input=return_input, tp_group=tp_group,
-            sequence_parallel=sequence_parallel, deferred=deferred, precision=precision,
-        )  # fmt: skip
+        return run_other("norm_linear", chosen, **given | {"eps": options.eps})
     returns = return_norm_output, return_input or residual is not None
     layout = tp_layout(tp_group, by_row=False, sequence=sequence_parallel)
     use_triton = chosen == "triton" and x.numel() > 0
@@ -208,12 +204,9 @@ def norm_linear(
 
 define_op(
     norm_linear,
-    check=lambda call: _check(
-        call.x, call.residual, call.norm_weight, call.norm_bias, call.weight, call.bias,
-        call.norm, call.eps, call.zero_centered_gamma,
-    ),
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: kernels.norm_unsupported(call.x),
     variant=_variant,
     sharding=shard_norm_linear,
     formula=describe_formula,
-)  # fmt: skip
+)

@@ -150,7 +150,8 @@ def variant(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, **op
     return description
 
 
-def _check(x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False) -> None:
+def _check(given: Mapping[str, Any]) -> None:
+    x, scale, mask, causal = given["x"], given["scale"], given["mask"], given["causal"]
     check_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, but is a scalar")
@@ -211,14 +212,13 @@ def softmax(
         y, of x's shape and type, also under autocast. Arithmetic is in fp32, and y is rounded once. Only y is kept for backward.
         Writing to y in place makes backward raise.
     """
+    given = {"x": x, "scale": scale, "mask": mask, "causal": causal}
     if has_dtensor(x):
-        return run_on_shards(  # type: ignore[no-any-return]
-            "softmax", x=x, scale=scale, mask=mask, causal=causal, backend=backend,
-        )  # fmt: skip
-    _check(x, scale=scale, mask=mask, causal=causal)
+        return run_on_shards("softmax", **given, backend=backend)  # type: ignore[no-any-return]
+    _check(given)
     chosen = choose("softmax", backend, unsupported(x))
     if chosen not in NATIVE:
-        return run_other("softmax", chosen, x, scale=scale, mask=mask, causal=causal)  # type: ignore[no-any-return]
+        return run_other("softmax", chosen, **given)  # type: ignore[no-any-return]
     options = SoftmaxOptions(float(scale), bool(causal))
     if chosen == "torch" or x.numel() == 0:
         plain = torch.compiler.is_compiling() or under_functorch() or not needs_grad(x)
@@ -231,7 +231,7 @@ def softmax(
 
 define_op(
     softmax,
-    check=lambda call: _check(**vars(call)),
+    check=lambda call: _check(vars(call)),
     unsupported=lambda call: unsupported(**vars(call)),
     variant=lambda call: variant(**vars(call)),
     sharding=shard_softmax,
