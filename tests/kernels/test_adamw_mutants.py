@@ -58,7 +58,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "options of another group": (stepper, "AdamWStepper._write_options", "(values)", "(values[:-1][::-1] + values[-1:])", "triton"),
     "options are written once": (stepper, "AdamWStepper._write_options", "known[place] != value", "known[place] == 0.0", "triton"),
     "said to be clear when it is not": (module, "AdamW.step", "if zero and ", "if ", "triton"),
-    "said to be finished when it is clear": (buffers, "MainGrads.cleared", 'was."""\n        self._finished = False', 'was."""', "triton"),
+    "said to be finished when it is clear": (buffers, "MainGrads.mark_zeroed", 'anything."""\n        self._finished = False', 'anything."""', "triton"),
     # ---- PyTorch's operators ----
     "torch: rounded down": (formula, "_split_", "add_(0x8000).", "", "torch"),
     "torch: NaN rounded as a number": (formula, "_split_", "master.masked_fill_(master.isnan(), torch.nan)", "pass", "torch"),

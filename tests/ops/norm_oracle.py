@@ -97,7 +97,7 @@ PATHS = {
     "rows": ((0, 0), (False, 4, 0, 4, 2)),
     "single": ((0, 0), (False, 1, 0, 1, 7)),  # more programs than one pass over their sums takes
     "chunks": ((32, 2), (False, 2, 64, 4, 1)),
-    "late": ((16, 3), (False, 1, 16, 1, 3)),  # weights are reloaded for each row
+    "reloaded": ((16, 3), (False, 1, 16, 1, 3)),  # weights are reloaded for each row
     "fold": ((128, 1), (False, 2, 256, 1, 1)),
     "shared": ((16, 1), (True, 1, 16, 2, 4)),
     "few": ((0, 0), (False, 4, 0, 4, 2)),
@@ -163,7 +163,7 @@ def small_tiles(module, path: str):
         def tiles_on(H, *_):
             width = min(block_h, backward["power_of_two"](H)) or backward["power_of_two"](H)
             return backward["NormBackwardTiles"](
-                shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident, path == "late"
+                shared, block_m, width, backward["ceil_div"](H, width), warps, 2, resident, path == "reloaded"
             )
 
         def forward_tiles(H, *_):
@@ -264,8 +264,8 @@ def small_cases() -> list[Case]:
         replace(rms, path="single", lead=(30,), H=500),  # more tiles of columns than helpers
         replace(layer, path="single", lead=(3,), H=600),
         replace(rms, path="single", lead=(43,), dtype=BF16, weight=BF16),
-        replace(layer, path="late", lead=(10,), H=92, centered=True, residual=FP32),
-        replace(rms, path="late", lead=(10,), H=92, dtype=BF16),
+        replace(layer, path="reloaded", lead=(10,), H=92, centered=True, residual=FP32),
+        replace(rms, path="reloaded", lead=(10,), H=92, dtype=BF16),
         replace(layer, path="few", lead=(9,), H=64, dtype=BF16, weight=None),
         replace(rms, path="few", lead=(2,), H=1),
         replace(layer, path="few", lead=(7,), H=40, layout="sliced"),

@@ -60,7 +60,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "heads: x read again as whole rows": (norm_backward, "_rows_kernel", "H, X_GAP, X_INNER\n", "H\n", HEADS),
     "heads: backward's gaps multiples of 8": (norm_backward, "_plan", "dy_gap or 0, dh_row, x_row, x_gap or 0", "dh_row, x_row", HEADS),
     # ---- backward, whole rows ----
-    "late weights without their 1": (norm_backward, "_rows_kernel", "load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] ", "load_vector(weight_ptr, columns, columns < H)[None, :] ", "late"),
+    "reloaded weights without their 1": (norm_backward, "_rows_kernel", "load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] ", "load_vector(weight_ptr, columns, columns < H)[None, :] ", "reloaded"),
     "rows: dh forgotten": (norm_backward, "_rows_kernel", "rstd, _chunk", "rstd, 0.0 * _chunk", ROWS),
     "rows: dh goes through the norm's scale": (norm_backward, "_rows_kernel", "rstd, _chunk", "rstd, rstd * _chunk", ROWS),
     "rows: no mean of g": (norm_backward, "_rows_kernel", " -= mean_g", " -= 0.0 * mean_g", CHUNKS),

@@ -229,3 +229,10 @@ def test_dropped_or_closed_it_lets_go_of_the_parameters():
     main_grads.close()
     main_grads.close()
     assert not hasattr(weight, "main_grad")
+
+
+def test_a_methods_old_name_answers():
+    main_grads = MainGrads(Mixed())
+    with pytest.warns(DeprecationWarning, match="cleared has the name mark_zeroed now"):
+        main_grads.cleared()
+    assert main_grads._clear == [buffer._version for buffer in main_grads.buffers]

@@ -596,7 +596,7 @@ def test_steps_with_main_grads(bucket_bytes, lie):
         main_grads.finish()
         expected = [parameter.grad for parameter in plain.parameters()]
         torch.testing.assert_close([p.main_grad for p in model.parameters()], expected, rtol=1e-5, atol=1e-4)
-    main_grads.cleared()
+    main_grads.mark_zeroed()
     (concat(model.kinds()[0]).main_grad if lie == "together" else model.q.weight.main_grad).add_(1)
     main_grads.zero_()  # which must not take the buffers for clear still
     assert not any(buffer.any() for buffer in main_grads.buffers)

@@ -54,8 +54,8 @@ class _ParameterShard:
 
     def tensor(self, kind: str) -> Tensor:
         """Return the master or a moment in fp32, one-dimensional. Masters of bf16 weights are copies."""
-        found: Tensor = master_of(self.stretch) if kind == "master" else getattr(self.stretch, kind)
-        return found
+        tensor: Tensor = master_of(self.stretch) if kind == "master" else getattr(self.stretch, kind)
+        return tensor
 
 
 class AdamW(torch.optim.Optimizer):
@@ -152,11 +152,11 @@ class AdamW(torch.optim.Optimizer):
         shard."""
         stretch = piece.stretch
         step = self._steppers[stretch.weight.device].counts[stretch.row]
-        found = {"step": step, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
+        state = {"step": step, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
         if stretch.rest is not None:
-            found["low" if stretch.rest.dtype is torch.int16 else "master"] = stretch.rest
+            state["low" if stretch.rest.dtype is torch.int16 else "master"] = stretch.rest
         shape = (-1,) if self._gathered else piece.parameter.shape
-        return {name: tensor if name == "step" else tensor.view(shape) for name, tensor in found.items()}
+        return {name: tensor if name == "step" else tensor.view(shape) for name, tensor in state.items()}
 
     # ---- a step ----
 
@@ -184,7 +184,7 @@ class AdamW(torch.optim.Optimizer):
         for stepper in self._steppers.values():
             stepper.run(self.param_groups, norm, max_norm, zero and not main_grads.releases)
         if zero and not any(map(is_capturing, self._steppers)):  # a capture has cleared nothing yet
-            main_grads.cleared()
+            main_grads.mark_zeroed()
         self.publish()
         return norm
 
@@ -261,33 +261,33 @@ class AdamW(torch.optim.Optimizer):
         self.zero_grad()
         self._follow()
         self._main_grads.fill_()
-        lent: list[_ParameterShard] = []
-        found: list[State] = []
+        unpacked: list[_ParameterShard] = []  # whose masters must be put back
+        states: list[State] = []
         try:
             for piece in self._pieces:
                 master = master_in_gradient(piece.stretch)
-                lent.append(piece)  # from here on its master must be put back
+                unpacked.append(piece)
                 for kind in KINDS:
                     tensor = master if kind == "master" else piece.tensor(kind)
-                    found.append((piece.name, kind, tensor, piece.start, piece.stop))
-            yield found
+                    states.append((piece.name, kind, tensor, piece.start, piece.stop))
+            yield states
         finally:
-            for piece in lent:
+            for piece in unpacked:
                 put_from_gradient(piece.stretch)
             self.zero_grad()
 
     @torch.no_grad()
     def set_master(self, name: str, kind: str, values: Tensor, start: int, stop: int) -> None:
         """Write what `masters` yielded, or a part of it; weights follow their masters. Call `publish` after the last."""
-        found = [piece for piece in self._pieces if piece.name == name and piece.start <= start <= stop <= piece.stop]
-        if not found or kind not in KINDS:
+        pieces = [piece for piece in self._pieces if piece.name == name and piece.start <= start <= stop <= piece.stop]
+        if not pieces or kind not in KINDS:
             raise ValueError(
                 f"name, kind, start and stop must be of what masters() gives, but are {name}, {kind}, {start}, {stop}"
             )
         if values.numel() != stop - start:
             raise ValueError(f"values must be {stop - start} numbers, but are {values.numel()}")
-        whole = found[0].stretch._replace(grad=found[0].stretch.exp_avg)  # the gradient may have no memory
-        part = whole.part(start - found[0].start, stop - found[0].start)
+        whole = pieces[0].stretch._replace(grad=pieces[0].stretch.exp_avg)  # the gradient may have no memory
+        part = whole.part(start - pieces[0].start, stop - pieces[0].start)
         values = values.reshape(-1).to(part.weight.device, torch.float32)
         if kind == "master":
             store_master(part, values)
@@ -315,17 +315,17 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim.AdamW's state with each weight in fp32 as "master", a copy for bf16; with shard this rank's."""
-        found = super().state_dict()
+        packed = super().state_dict()
         places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
         for piece in self._pieces:
             state = self.state[piece.parameter]
-            found["state"][places[id(piece.parameter)]] = {
+            packed["state"][places[id(piece.parameter)]] = {
                 "step": state["step"].clone(),  # optimizers add to it in place
                 "exp_avg": state["exp_avg"],
                 "exp_avg_sq": state["exp_avg_sq"],
                 "master": piece.tensor("master").view(state["exp_avg"].shape),
             }
-        return {**found, "shard": shard_of(self._main_grads)}
+        return {**packed, "shard": shard_of(self._main_grads)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -365,17 +365,17 @@ class AdamW(torch.optim.Optimizer):
         placed = {id(parameter) for _, parameter in self._main_grads.named}
         pieces = {id(piece.parameter): piece for piece in self._pieces}
         for place, parameter in enumerate(self._parameters()):
-            found, piece = state["state"].get(place), pieces.get(id(parameter))
-            if found is not None and id(parameter) not in placed:
+            saved, piece = state["state"].get(place), pieces.get(id(parameter))
+            if saved is not None and id(parameter) not in placed:
                 raise ValueError(
                     f"state must be of parameters that were trainable here, but has parameter {place}, which never was: unfreeze "
                     "it before you load the state, then freeze it again"
                 )
-            if found is None or piece is None:
+            if saved is None or piece is None:
                 continue
             shape = tuple(self.state[parameter]["exp_avg"].shape)
             for kind in KINDS if piece.stretch.rest is not None else KINDS[1:]:
-                there = tuple(found[kind].shape) if kind in found else None
+                there = tuple(saved[kind].shape) if kind in saved else None
                 if there != shape:
                     raise ValueError(f"state must have {kind} of shape {shape} for {piece.name}, but has {there}")
 

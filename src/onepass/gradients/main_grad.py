@@ -188,16 +188,16 @@ def placeholder(parameter: Tensor, request: GradRequest = GradRequest.ACCUMULATE
     """
     if is_concatenated(parameter):
         return _placeholder_of_concatenated(parameter)
-    cleared = _is_cleared(parameter)
-    waited_for = hasattr(parameter, "grad_added_to_main_grad") and not cleared
+    hooked = _hooks_clear_grad(parameter)
+    waited_for = hasattr(parameter, "grad_added_to_main_grad") and not hooked
     if torch.compiler.is_compiling():
-        return torch.zeros_like(parameter) if waited_for or (cleared and _any_graphed) else None
+        return torch.zeros_like(parameter) if waited_for or (hooked and _any_graphed) else None
     if not waited_for and request is not GradRequest.CAPTURE:
         return None
     recorded = is_capturing(parameter)
-    kind = parameter.shape, parameter.dtype, parameter.device, cleared
+    kind = parameter.shape, parameter.dtype, parameter.device, hooked
     kept = _zeros.get(kind)
-    if kept is None or kept._version or (not cleared and (recorded or is_shared(kept))):
+    if kept is None or kept._version or (not hooked and (recorded or is_shared(kept))):
         if recorded:
             return torch.zeros_like(parameter)
         kept = _zeros[kind] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -221,7 +221,8 @@ def _nobody_waits(parameter: Tensor) -> bool:
     return not hasattr(parameter, "grad_added_to_main_grad") and not is_concatenated(parameter)
 
 
-def _is_cleared(parameter: Tensor) -> bool:
+def _hooks_clear_grad(parameter: Tensor) -> bool:
+    """Whether `.grad` is None again once a gradient has come, by the hooks of `MainGrads`."""
     return hasattr(parameter, "main_grads")
 
 
@@ -245,7 +246,7 @@ def mark_added(parameter: Any) -> None:
     """Set the parameter's flag: its op has added to main_grad, or will after backward."""
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
-        if _is_cleared(parameter):
+        if _hooks_clear_grad(parameter):
             parameter.main_grads.added_here(parameter)
 
 

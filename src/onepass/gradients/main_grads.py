@@ -43,6 +43,7 @@ from onepass.gradients.packed_params import are_packed, concat_no_grad, packed_g
 from onepass.gradients.parameter_hooks import ParameterHooks
 from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written, storage_id
 from onepass.runtime.cuda_graph import current_step
+from onepass.runtime.moved import renamed
 from onepass.runtime.process_setting import validating
 
 _RELEASED_BYTES = 256 << 20  # of a releasable buffer: small enough to come one by one, as a step's norm is a launch for each
@@ -66,8 +67,7 @@ class MainGrads:
 
     All ranks must start with the same weights; nothing is broadcast. A parameter's gradient comes once in a backward, also where
     it is tied or its layer is used several times. Reentrant checkpointing runs backwards within the backward: there it comes once
-    for each of them, which raises. Keep a reference to the object: when it is collected, it lets go of the parameters as `close`
-    does.
+    for each of them, which raises. Keep a reference to the object: its collection is a `close`.
 
     Capture a CUDA graph of a whole backward in `accumulate`. Each replay is a microbatch, and must come before the last backward
     or before `finish`. Modules from torch.cuda.make_graphed_callables need nothing special (`onepass.graphed`), nor does a step
@@ -75,8 +75,7 @@ class MainGrads:
 
     Args:
         parameters: a module, parameters, or pairs of a name and a parameter, in an order that is the same on all ranks. Frozen
-            ones take no memory. Packed parameters (`onepass.gradients.packed_params`), on all ranks or on none, get packed
-            main_grads.
+            ones take no memory. Packed ones (`onepass.gradients.packed_params`), on all ranks or on none, get packed main_grads.
         group: the data-parallel ranks; None is all of them. With one rank, or torch.distributed not initialised, nothing is sent.
         dtype: of the buffers, and of the sums over microbatches and over ranks: a 16-bit type rounds each of these sums.
         bucket_bytes: a bucket's size. A larger parameter, or larger packed parameters, have a bucket of their own.
@@ -85,8 +84,7 @@ class MainGrads:
         average: divide by the number of ranks, before the sum.
         release: give the buffers' memory to activations between steps. It comes with a step's first gradients and goes with
             `zero_`, or with a step of `AdamW` with zero=True. Read main_grad after `finish` or `fill_` only. Before that nobody
-            else may read it or add to it: it has no memory, and the access crashes, or the memory holds something else. No CUDA
-            graph that adds to it or steps by it can be captured.
+            else may read it or add to it: the access crashes, or finds something else. No CUDA graph may add to it or step by it.
         tp_group: the tensor-parallel ranks, for `norm` and `clip_`. Parameters with a true `tensor_model_parallel` differ from
             rank to rank and count on each; the others count on the group's rank 0.
         pp_group: the stages of a pipeline, for `norm` and `clip_`: each has parameters of its own.
@@ -123,7 +121,7 @@ class MainGrads:
         self._limit = bucket_bytes // dtype.itemsize
         self._average = average and self.ranks > 1
         self.named: list[tuple[str, Any]] = []  # those with a main_grad: what was trainable at one time
-        self.trained = {id(each) for _, each in self.given if each.requires_grad}  # as of the last `finish`
+        self.trained = {id(parameter) for _, parameter in self.given if parameter.requires_grad}  # as of the last `finish`
         self.buffers: list[Tensor] = []
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -140,10 +138,10 @@ class MainGrads:
 
     def _unplaced(self) -> list[tuple[str, Any]]:
         """Return trainable parameters without a main_grad."""
-        found = [(name, each) for name, each in self.given if each.requires_grad and id(each) not in self._bucket_of]
-        for name, parameter in found:
+        unplaced = [(name, p) for name, p in self.given if p.requires_grad and id(p) not in self._bucket_of]
+        for name, parameter in unplaced:
             check_parameter(name, parameter)
-        return found
+        return unplaced
 
     def follow(self) -> None:
         """Give main_grads to parameters that were unfrozen since. Raises where a parameter has lost its own."""
@@ -220,7 +218,7 @@ class MainGrads:
     # ---- a step ----
 
     def zero_(self) -> None:
-        """Begin a step: clear buffers, `.grad` and flags. After `cleared` the buffers are not cleared again."""
+        """Begin a step: clear buffers, `.grad` and flags. After `mark_zeroed` the buffers are not cleared again."""
         self._check_none_held("zero_()", "or clear() what is deferred")
         self._wait()
         self.follow()
@@ -233,13 +231,15 @@ class MainGrads:
             torch._foreach_zero_([part for bucket in self.buckets for part in bucket.others()])
         self._open()
 
-    def cleared(self) -> None:
-        """Whoever used the gradients of this rank's parts (`Bucket.mine`) has left zeros there; with release, whatever it was."""
+    def mark_zeroed(self) -> None:
+        """Tell MainGrads that the optimizer left zeros in this rank's parts (`Bucket.mine`); with release, anything."""
         self._finished = False
         if self.releases:
             self._give_back()
         else:
             self._clear = [buffer._version for buffer in self.buffers]
+
+    cleared = renamed("cleared", mark_zeroed)
 
     def _give_back(self) -> None:
         for bucket in self.buckets:
@@ -265,7 +265,7 @@ class MainGrads:
 
     def _open(self) -> None:
         self._next = 0  # the first bucket whose reduction has not begun
-        self._late: list[Tensor] = []  # parameters whose gradients came after their reduction began
+        self._overdue: list[Tensor] = []  # parameters whose gradients came after their reduction began
         self._finished = False
         self._clear = None
         for bucket in self.buckets:
@@ -288,7 +288,7 @@ class MainGrads:
     def finish(self) -> None:
         """Start the remaining reductions, and wait for all. On a GPU the current stream waits, not the CPU."""
         self._check_still_there()
-        for parameter in self._late:
+        for parameter in self._overdue:
             self.check_open(parameter)
         for bucket in self.buckets:
             for place in bucket.places:
@@ -344,8 +344,8 @@ class MainGrads:
         bucket.note_stream()
         if self._accumulating:
             if self._next:
-                self._late.append(parameter)
-                raise RuntimeError(_reject_late(self._name(parameter), "the step's reductions had begun"))
+                self._overdue.append(parameter)
+                raise RuntimeError(_reject_overdue(self._name(parameter), "the step's reductions had begun"))
             self._take(parameter)
             return
         if is_capturing(parameter) and current_step() is None:
@@ -354,9 +354,9 @@ class MainGrads:
                 "a CUDA graph's replay calls no hooks, which count gradients and start reductions"
             )
         if bucket.index < self._next or id(parameter) not in bucket.missing:
-            self._late.append(parameter)
+            self._overdue.append(parameter)
             self.check_open(parameter)
-            raise RuntimeError(_reject_late(self._name(parameter), "another one's outside of accumulate()"))
+            raise RuntimeError(_reject_overdue(self._name(parameter), "another one's outside of accumulate()"))
         self._take(parameter)
         del bucket.missing[id(parameter)]
         self._start_full()
@@ -414,7 +414,7 @@ class MainGrads:
     def check_open(self, parameter: Tensor) -> None:
         """Raise where the reduction of the parameter's bucket has begun: adding to main_grad would lose a gradient."""
         if self._bucket_of[id(parameter)].index < self._next:
-            raise RuntimeError(_reject_late(self._name(parameter), "the reduction of its bucket had begun"))
+            raise RuntimeError(_reject_overdue(self._name(parameter), "the reduction of its bucket had begun"))
 
     def hold(self, parameter: Tensor) -> None:
         """Make the parameter's bucket wait for `unhold`, as a gradient is deferred. Raises where its reduction has begun."""
@@ -435,8 +435,8 @@ class MainGrads:
         for bucket in self.buckets:
             for place in bucket.places:
                 if id(place.parameter) in bucket.held:
-                    said = f"flush them first{', ' + otherwise if otherwise else ''}"
-                    raise RuntimeError(f"{what} must come after all gradients, but {place.name}'s are deferred: {said}")
+                    advice = f"flush them first{', ' + otherwise if otherwise else ''}"
+                    raise RuntimeError(f"{what} must come after all gradients, but {place.name}'s are deferred: {advice}")
 
     def _name(self, parameter: Tensor) -> str:
         return next(place.name for place in self._bucket_of[id(parameter)].places if place.parameter is parameter)
@@ -451,11 +451,11 @@ class MainGrads:
             raise ValueError(f"norm_type must be positive, but is {norm_type}")
         device, all_count = self.buffers[0].device, self.tp_group is None or self.tp_group.rank() == 0
         if all_count and device.type == "cuda" and not self.shard:  # foreach launches a kernel for every 20 million numbers
-            each = [torch.linalg.vector_norm(buffer, norm_type, dtype=torch.float32) for buffer in self.buffers]
+            norms = [torch.linalg.vector_norm(buffer, norm_type, dtype=torch.float32) for buffer in self.buffers]
         else:
             parts = [bucket.mine for bucket in self.buckets] if all_count else self._parts_of_this_rank()
-            each = list(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else []
-        total = torch.stack([*(norm.to(device) for norm in each), torch.zeros((), device=device)])
+            norms = list(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else []
+        total = torch.stack([*(norm.to(device) for norm in norms), torch.zeros((), device=device)])
         for group in (self.group if self.shard else None, self.tp_group, self.pp_group):
             # gathered norms of norms: no square overflows, and a maximum keeps NaN
             total = start_all_gather(torch.linalg.vector_norm(total, norm_type).view(1), group).wait()
@@ -493,7 +493,7 @@ class MainGrads:
             buffer.check_no_capture()
 
 
-def _reject_late(name: str, after: str) -> str:
+def _reject_overdue(name: str, after: str) -> str:
     return (
         f"{name} must get its gradients before the step's reductions, but got one after {after}: run every backward but the "
         "last in `with main_grads.accumulate():`, flush deferred gradients before finish(), begin the next step with zero_()"

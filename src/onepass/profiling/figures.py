@@ -147,9 +147,9 @@ def _within_a_launch(event: TraceEvent) -> bool:
 
 def _traced(trace: Trace) -> float:
     """Return the length of the windows, plus the time until their last kernel ends."""
-    late = max((event.end for event in trace.gpu), default=0.0)
-    last = max((window.end for window in trace.windows), default=0.0)
-    return length((window.start, window.end) for window in trace.windows) + max(late - last, 0.0)
+    last_kernel = max((event.end for event in trace.gpu), default=0.0)
+    last_window = max((window.end for window in trace.windows), default=0.0)
+    return length((window.start, window.end) for window in trace.windows) + max(last_kernel - last_window, 0.0)
 
 
 def _busiest_device(gpu: list[TraceEvent]) -> list[TraceEvent]:

@@ -1,17 +1,19 @@
-"""Module paths of earlier releases: importing one gives the module that took its place, with a DeprecationWarning.
+"""Names of earlier releases. Importing a module's old path gives the module that took its place, with a DeprecationWarning.
 
 They are kept for one release. The public names of `onepass`, `onepass.nn` and `onepass.parallel` are where they were.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 _PREFIX = "onepass."
 # Old path to new, below onepass.
@@ -38,6 +40,8 @@ MOVED = {
     "kernels.bias_activation_formula": "ops.activation.formula",
     "kernels.cross_entropy_formula": "ops.loss.formula",
     "kernels.dropout_add": "ops.dropout.kernels",
+    "kernels.fp8_output": "runtime.fp8",
+    "kernels.fp8_tile": "kernels.fp8",
     "kernels.losses": "ops.loss.reduction",
     "kernels.meeting": "kernels.grid_sync",
     "kernels.norm": "ops.norm.kernels",
@@ -63,6 +67,7 @@ MOVED = {
     "ops.cross_entropy": "ops.loss.cross_entropy",
     "ops.dropout_add": "ops.dropout.dropout_add",
     "ops.linear_cross_entropy": "ops.loss.linear_cross_entropy",
+    "ops.norm.fp8_kernels": "ops.norm.fp8",
     "ops.norm_linear": "ops.norm.norm_linear",
     "ops.rope": "ops.attention.rope",
     "parallel.adamw": "gradients.adamw",
@@ -121,6 +126,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """It is filled already."""
+
+
+def renamed(old: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what answers to a method's old name."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **options: Any) -> Any:
+        warnings.warn(f"{old} has the name {method.__name__} now", DeprecationWarning, stacklevel=2)
+        return method(*args, **options)
+
+    return run
 
 
 def install() -> None:

@@ -38,13 +38,13 @@ def has_the_same_parameters_anywhere(make: Make) -> None:
     torch.manual_seed(0)
     module = make()
     assigned = make(device="meta")
-    late: Any = nn.Sequential(make(device="meta")).to_empty(device="cpu")[0]
+    materialized: Any = nn.Sequential(make(device="meta")).to_empty(device="cpu")[0]
     torch.manual_seed(0)
-    late.reset_parameters()
+    materialized.reset_parameters()
     assigned.load_state_dict(module.state_dict(), assign=True)
     ways = {
         "copied": copy.deepcopy(module), "copied within another": copy.deepcopy(nn.Sequential(module))[0],
-        "pickled": pickle.loads(pickle.dumps(module)), "cast": copy.deepcopy(module).double(), "made on meta": late,
+        "pickled": pickle.loads(pickle.dumps(module)), "cast": copy.deepcopy(module).double(), "made on meta": materialized,
         "loaded": assigned,
     }  # fmt: skip
     own = dict(module.named_parameters())

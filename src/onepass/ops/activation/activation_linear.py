@@ -94,9 +94,9 @@ def _check(given: Mapping[str, Any]) -> tuple[Activation, DeferredWgrad | None]:
 
 def _variant(call: Call) -> str:
     """Describe the kernels of a call and their tiles."""
-    said = kernels.activation_variant(call.x, find_activation(call.activation), call.save)
+    description = kernels.activation_variant(call.x, find_activation(call.activation), call.save)
     products = describe_products(call.precision, call.x, call.weight, call.deferred)
-    return f"{said}; {products}; the activation is rebuilt in backward"
+    return f"{description}; {products}; the activation is rebuilt in backward"
 
 
 def activation_linear(

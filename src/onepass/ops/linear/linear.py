@@ -54,13 +54,13 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def _variant(call: Call) -> str:
     """What a call does besides its products."""
     own = accumulates_elsewhere(call.weight) or accumulates_elsewhere(call.bias)
-    said = [describe_products(call.precision, call.x, call.weight, None)]
-    said += ["gradients into main_grad" if own else "gradients to autograd"]
+    parts = [describe_products(call.precision, call.x, call.weight, None)]
+    parts += ["gradients into main_grad" if own else "gradients to autograd"]
     if (call.allreduce_dgrad or call.sequence_parallel or call.reduce_output) and group_of_several(call.tp_group) is not None:
-        said += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]
-        said += ["divided along the first dimension"] if call.sequence_parallel else []
-    said += ["the weight's product in flush()"] if call.deferred is not None else []
-    return ", ".join(said)
+        parts += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]
+        parts += ["divided along the first dimension"] if call.sequence_parallel else []
+    parts += ["the weight's product in flush()"] if call.deferred is not None else []
+    return ", ".join(parts)
 
 
 def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:

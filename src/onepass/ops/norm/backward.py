@@ -132,7 +132,7 @@ def _rows_kernel(
     partial_ptr, arrived_ptr, M, ROWS, DY_ROW, DY_GAP, DH_ROW, X_ROW, X_GAP, eps,
     DY_INNER: tl.constexpr, X_INNER: tl.constexpr,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, FOLD: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, FOLD: tl.constexpr, RELOADED: tl.constexpr,
     STAGES: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
     DY_ROW, DH_ROW, X_ROW = aligned(DY_ROW, ALIGN), aligned(DH_ROW, ALIGN), aligned(X_ROW, ALIGN)
@@ -145,7 +145,7 @@ def _rows_kernel(
     weights, dweights, dbiases = (), (), ()
     for i in tl.static_range(CHUNKS):
         columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
-        if not LATE:
+        if not RELOADED:
             weights += (load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :],)
         dweights += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
         dbiases += (tl.zeros([SUMS, BLOCK_H], tl.float32),)
@@ -178,7 +178,7 @@ def _rows_kernel(
                 new_dweights += (_add_products(dweights[i], dy, z, FOLD),)
             if dbias_ptr is not None:
                 new_dbiases += (_add_rows(dbiases[i], dy, FOLD),)
-            weight = load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if LATE else weights[i]
+            weight = load_scale(weight_ptr, columns, columns < H, CENTERED)[None, :] if RELOADED else weights[i]
             if y_ptr is not None:
                 y = tl.fma(z, weight, load_vector(bias_ptr, columns, columns < H)[None, :])
                 _store_chunk(y_ptr, rows, columns, real, y, H, (i + 1) * BLOCK_H <= H)
@@ -322,12 +322,12 @@ class NormBackwardTiles(NamedTuple):
     num_warps: int
     stages: int
     resident: int  # programs a multiprocessor
-    late: bool = False  # no registers to keep weights in: they are on their way with the rows
+    reloaded: bool = False  # no registers to keep weight and bias in: they come with each row
 
 
-def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: int, room: int) -> NormBackwardTiles:
-    """`size`: bytes of a value of x. `late_bytes` of the vectors that are read with each row where they are `late`, and `room`:
-    the shared memory that a multiprocessor has for what is on its way."""
+def backward_tiles(H: int, layer: bool, size: int, residual: bool, vector_bytes: int, room: int) -> NormBackwardTiles:
+    """`size`: bytes of a value of x. `vector_bytes`: of weight and bias, which may be reloaded with each row. `room`: the shared
+    memory that a multiprocessor has for what is on its way."""
     wide = size > 2
     row_bytes = size * H * (3 if residual else 2)
     if H <= 1024:
@@ -346,19 +346,19 @@ def backward_tiles(H: int, layer: bool, size: int, residual: bool, late_bytes: i
     else:
         tiles = NormBackwardTiles(True, 1, 8192, ceil_div(H, 8192), 8, 3, 1)
     if layer and tiles.pieces > 5 and not tiles.shared:
-        row_bytes += late_bytes
-        tiles = tiles._replace(late=True, stages=2 if residual else tiles.stages)  # with three that spills on sm_100
+        row_bytes += vector_bytes
+        tiles = tiles._replace(reloaded=True, stages=2 if residual else tiles.stages)  # with three that spills on sm_100
     share = tiles.block_m * row_bytes // (tiles.pieces if tiles.shared else 1)  # of a stage
     return tiles._replace(stages=min(tiles.stages, 1 + room // tiles.resident // max(share, 1)))
 
 
 def tiles_for(x: Tensor, dh: object, weight: Tensor | None, bias: Tensor | None, layer: bool) -> NormBackwardTiles:
     """For rows of x, with h's gradient or None, and the vectors that y is made of; without a bias where no y is."""
-    return _tiles_on(x.shape[-1], layer, x.element_size(), dh is not None, _late_bytes(weight, bias), x.device)
+    return _tiles_on(x.shape[-1], layer, x.element_size(), dh is not None, _vector_bytes(weight, bias), x.device)
 
 
-def _late_bytes(weight: Tensor | None, bias: Tensor | None) -> int:
-    """Of a column of the vectors that y is made of."""
+def _vector_bytes(weight: Tensor | None, bias: Tensor | None) -> int:
+    """Bytes a column of the weight and the bias that y is made of: shared memory holds them where they are reloaded."""
     return (0 if weight is None else weight.element_size()) + (0 if bias is None else bias.element_size())
 
 
@@ -383,18 +383,18 @@ def too_few_processors(x: Tensor) -> str | None:
 
 
 @lru_cache(1024)
-def _tiles_on(H: int, layer: bool, size: int, residual: bool, late: int, device: torch.device) -> NormBackwardTiles:
+def _tiles_on(H: int, layer: bool, size: int, residual: bool, vectors: int, device: torch.device) -> NormBackwardTiles:
     room = shared_memory(device) - 16384  # what sums need, and more
-    return backward_tiles(H, layer, size, residual, late * H, room)
+    return backward_tiles(H, layer, size, residual, vectors * H, room)
 
 
 @lru_cache(4096)
 def _plan(
     H: int, dy_lies: Groups, dh_row: int, x_lies: Groups, eps: float, layer: bool, centered: bool, add: bool,
-    size: int, residual: bool, late: int, sums: bool, device: torch.device,
+    size: int, residual: bool, vectors: int, sums: bool, device: torch.device,
 ) -> tuple[NormBackwardTiles, int, Bound]:  # fmt: skip
     """The tiles, how many programs there are at most (0: as many as that takes), and the kernel."""
-    tiles = _tiles_on(H, layer, size, residual, late, device)
+    tiles = _tiles_on(H, layer, size, residual, vectors, device)
     if not sums and runs_once(tiles, layer, residual):
         tiles = tiles._replace(stages=1, resident=0)
     most = tiles.resident * processors(device)
@@ -415,7 +415,7 @@ def _plan(
         told = tiles.resident if layer or tiles.pieces < 5 else 0  # RMSNorm of more pieces spills with it, the rest without
         bound = _rows_kernel.bind(
             dy_row, dy_gap, dh_row, x_row, x_gap, eps, dy_inner, x_inner, H, layer, centered, add, align,
-            tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.late, tiles.stages, *share,
+            tiles.block_m, tiles.block_h, tiles.pieces, fold, tiles.reloaded, tiles.stages, *share,
             num_warps=tiles.num_warps, resident=told, fused=False,
         )  # fmt: skip
     return tiles, most, bound
@@ -447,9 +447,9 @@ def norm_backward(
     sums = (need_dweight + need_dbias) * H
     few = are_few(M, H) and stats is not None and not (dy_lies[2] or x_lies[2])
     if not few:
-        late = _late_bytes(weight, bias if rebuild else None)
+        vectors = _vector_bytes(weight, bias if rebuild else None)
         tiles, wanted, launch = _plan(
-            H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, late,
+            H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, vectors,
             sums > 0, device,
         )  # fmt: skip
         if stats is None and reads_twice(tiles):

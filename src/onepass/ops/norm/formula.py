@@ -89,9 +89,9 @@ def norm_backward_formula(
     with torch.enable_grad():
         normed = norm_formula(*leaves, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)  # type: ignore[arg-type]
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
+    grads = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
     dx, dweight, dbias = (
-        next(found) if need and t is not None else None for t, need in zip((x, weight, bias), needs, strict=True)
+        next(grads) if need and t is not None else None for t, need in zip((x, weight, bias), needs, strict=True)
     )
     if dx is not None and dh is not None:
         dx += dh  # autograd made it for us

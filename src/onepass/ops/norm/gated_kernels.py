@@ -172,9 +172,9 @@ class GatedNormTiles(NamedTuple):
 def gated_forward_tiles(H: int, size: int) -> GatedNormTiles:
     """32 values of x a thread, 16 of fp32, as short rows of the other norms. `size`: bytes of a value of x."""
     block_h = power_of_two(H)
-    each = 1024 if size == 2 else 512  # of a warp
-    num_warps = max(2, block_h // each)
-    return GatedNormTiles(max(1, each * num_warps // block_h), block_h, num_warps)
+    values = 1024 if size == 2 else 512  # of a warp
+    num_warps = max(2, block_h // values)
+    return GatedNormTiles(max(1, values * num_warps // block_h), block_h, num_warps)
 
 
 def gated_backward_tiles(H: int, row_bytes: int, room: int) -> GatedNormTiles:

@@ -108,26 +108,27 @@ def norm_variant(
     ahead = forward_tiles(H, layer, x.dtype is torch.float32, residual is not None)
     back = tiles_for(x, residual, weight, bias if rebuilds else None, layer)
     if ahead.short:
-        said = f"forward with {ahead.block_m} rows a program, in registers"
+        description = f"forward with {ahead.block_m} rows a program, in registers"
     else:
-        said = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
-        said += f" but for {ahead.held} held in registers" if ahead.held else ""
+        description = f"forward with one row a program, in pieces of {ahead.block_h}, read again from the caches"
+        description += f" but for {ahead.held} held in registers" if ahead.held else ""
     sums = any(vector is not None and vector.requires_grad for vector in (weight, bias))
     lies = groups_of(x, H <= SHORT)
     if are_few(x.numel() // H, H) and not memory_efficient and (lies is None or not lies[2]):
-        said += "; backward with a program a row"
-        said += f", beside {ceil_div(H, few_rows_tiles(H).block_h)} that sum the weight's gradient" if sums else ""
-        return f"{said}; keeps {'x' if residual is None else 'h'} and its rows' statistics"
+        description += "; backward with a program a row"
+        description += f", beside {ceil_div(H, few_rows_tiles(H).block_h)} that sum the weight's gradient" if sums else ""
+        return f"{description}; keeps {'x' if residual is None else 'h'} and its rows' statistics"
     if back.shared:
-        said += f"; backward with {back.pieces} programs a row, tiles of {back.block_h} columns"
+        description += f"; backward with {back.pieces} programs a row, tiles of {back.block_h} columns"
     else:
-        said += f"; backward with {back.block_m} rows at a time a program, in registers"
-        said += f", chunks of {back.block_h} columns" if back.pieces > 1 else ""
+        description += f"; backward with {back.block_m} rows at a time a program, in registers"
+        description += f", chunks of {back.block_h} columns" if back.pieces > 1 else ""
     if not sums and runs_once(back, layer, residual is not None):
-        said += ", as many programs as that takes"
+        description += ", as many programs as that takes"
     else:
-        said += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' rows on their way"
+        description += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' rows on their way"
     kept = "x" if residual is None else "h"
     if not memory_efficient:
-        return f"{said}; keeps {kept} and its rows' statistics"
-    return f"{said}; keeps {kept} only" + (", which backward reads once more for its statistics" if reads_twice(back) else "")
+        return f"{description}; keeps {kept} and its rows' statistics"
+    again = ", which backward reads once more for its statistics" if reads_twice(back) else ""
+    return f"{description}; keeps {kept} only{again}"

@@ -36,13 +36,13 @@ def find_losses(
     """
     with describe_partial(keep):
         chunks, sums = Chunks(head, rows), None
-        late = loss.overlaps and (into is None or head.shard is not None)
+        overlapped = loss.overlaps and (into is None or head.shard is not None)
         buffers: list[tuple[Tensor, Tensor | None]]
         if into is None:
             buffers = [(new_logits(head, chunks.most, columns), None)] if waiting is None else []
         else:
             sums = HiddenSum(head, into, 1), WeightSum(head, into, len(chunks), keep, 0, head.columns)
-            buffers = [new_buffer(head, chunks.most, columns) for _ in range(min(2, len(chunks)) if late else 1)]
+            buffers = [new_buffer(head, chunks.most, columns) for _ in range(min(2, len(chunks)) if overlapped else 1)]
 
         def finish(chunk: TokenChunk, hidden: Tensor, logits: LogitsBlock, sent: Any) -> None:
             loss.finish(chunk, logits, sent)
@@ -58,7 +58,7 @@ def find_losses(
                 logits = make_logits(head, hidden, first, columns, place)
                 parts.append(loss.read(chunk, logits))
             now = chunk, hidden, logits, loss.exchange(parts)
-            if late:
+            if overlapped:
                 now, before = before, now  # type: ignore[assignment]
             if now is not None:
                 finish(*now)
