@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onepass.kernels import fp8 as device_functions
-from onepass.kernels import fp8_cast, fp8_tile
+from onepass.kernels import fp8_cast
 from onepass.kernels.cublaslt import scaled_product
 from onepass.kernels.language import triton
 from onepass.runtime import fp8
@@ -90,7 +90,7 @@ def by_rows(x, dtype, module=fp8_cast):
 
 
 def by_tensor(x, dtype, scale, module=fp8_cast):
-    amax, past, _ = fp8_tile.new_notes(DEVICE)
+    amax, past, _ = device_functions.new_notes(DEVICE)
     with poisoned(), unchanged(x=x):
         codes, transposed = module.cast_tensor(x, FP8Target(dtype, scale, amax, past), transposed=True)
     exact = fp8.quantise(x, scale, dtype)
@@ -194,14 +194,14 @@ MUTANTS = {
     "no subnormal numbers": (device_functions, "operand_codes", "held < normal_from, small", "held < normal_from, 0"),
     "an infinity saturates": (device_functions, "operand_codes", 'float("inf"), infinite, code)', 'float("inf"), code, code)'),
     "NaN is a number": (device_functions, "operand_codes", "tl.where(x == x, code, 0x7F)", "code"),
-    "rows past the last": (fp8_tile, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "rows past the last": (device_functions, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
     "an infinity is the largest": (
         device_functions,
         "finite_sizes",
         'tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)',
         "tl.abs(x)",
     ),
-    "what saturates isn't counted": (fp8_tile, "note_tiles", "slot, past,", "slot, past * 0,"),
+    "what saturates isn't counted": (device_functions, "note_tiles", "slot, past,", "slot, past * 0,"),
     "a long row isn't read again": (fp8_cast, "_rows_kernel", "H > BLOCK_H", "H < BLOCK_H"),
 }
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from onepass.kernels import fp8_cast, fp8_tile, fp8_transpose
+from onepass.kernels import fp8 as device_functions
+from onepass.kernels import fp8_cast, fp8_transpose
 from onepass.kernels.language import triton
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -56,7 +57,7 @@ def test_gathered_codes_turn_to_what_a_cast_turns():
 
 
 MUTANTS = {
-    "rows past the last": (fp8_tile, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "rows past the last": (device_functions, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
     "what lies after the last": (fp8_transpose, "_turn_kernel", "(rows < M)[:, None]", "(rows <= M)[:, None]"),
     "the first tiles": (fp8_transpose, "_turn_kernel", "65535 * tl.program_id(2)", "0 * tl.program_id(2) - tl.program_id(1)"),
     "strided codes as they lie": (fp8_transpose, "transpose_codes", "codes.contiguous()", "codes"),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from ops.bias_activation_oracle import BF16, FP16, FP32, GATED, PLAIN, laid_out
 
-from onepass.kernels import column_reduce, fp8_tile
+from onepass.kernels import column_reduce
+from onepass.kernels import fp8 as device_functions
 from onepass.kernels.language import triton
 from onepass.ops.activation import fp8 as real
 from onepass.ops.activation import fp8_kernels
@@ -88,7 +89,7 @@ def draw(case: Case):
 
 
 def target(dtype, scale, noted=True):
-    amax, past, _ = fp8_tile.new_notes(DEVICE)
+    amax, past, _ = device_functions.new_notes(DEVICE)
     scale = torch.tensor(scale, device=DEVICE)
     return FP8Target(dtype, scale, amax, past) if noted else FP8Target(dtype, scale)
 
@@ -329,11 +330,11 @@ MUTANTS = {
     "no bias on the linear half": (fp8_kernels, "_load_part", "bias_ptr, columns + PART * H,", "bias_ptr, columns,"),
     "no token weight in y": (fp8_kernels, BACKWARD, "y = y * weight", "y = y * 1.0"),
     "y past the last row": (fp8_kernels, BACKWARD, "y = tl.where(inside, y, 0.0)", "y = y * 1.0"),
-    "transposed past the last row": (fp8_tile, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
+    "transposed past the last row": (device_functions, "store_transposed", "(quads < long)[None, :]", "(quads * 4 < M)[None, :]"),
     "halves of dx transposed over each other": (fp8_kernels, BACKWARD, "quads, columns + part * H, M", "quads, columns, M"),
     "halves of dx in one place": (fp8_kernels, BACKWARD, "(columns + part * H)[None, :]", "columns[None, :]"),
     "the other half's clamp": (fp8_kernels, BACKWARD, "tl.where(passes, dz, 0.0)", "tl.where(passes2, dz, 0.0)"),
-    "the second half isn't noted": (fp8_tile, "note_tiles", f"{NOTED}(COUNT)", f"{NOTED}(COUNT - 1)"),
+    "the second half isn't noted": (device_functions, "note_tiles", f"{NOTED}(COUNT)", f"{NOTED}(COUNT - 1)"),
     "the derivative where nothing was clamped": (fp8_kernels, BACKWARD, "z, linear = clamp_halves", "_, linear = clamp_halves"),
     "a masked NaN comes back": (fp8_kernels, BACKWARD, "derivative == 0.0, 0.0, dz", "derivative == 0.0, dz, dz"),
     "the bias's second half": (fp8_kernels, BACKWARD, "sums2 += tl.sum(dz2, 0)", "sums2 += tl.sum(dz, 0)"),

@@ -8,14 +8,14 @@ import onepass.ops.activation.bias_activation as module
 
 pytest.importorskip("triton")
 from onepass.kernels import column_reduce as strips
-from onepass.kernels import fp8, rows
-from onepass.ops.activation import activations, kernels
+from onepass.kernels import rows
+from onepass.ops.activation import activations, kernels, saved_rows
 from onepass.testing.mutants import mutate
 
 CASES = main_cases()
 MUTANTS = {  # name: module, function, what is there, what stands there instead
     "bias rounded to bf16 before the add": (rows, "load_vector", "(vector_ptr + columns, mask=inside, other=0.0)", "(vector_ptr + columns, mask=inside, other=0.0).to(tl.bfloat16)"),
-    "x rounded to bf16": (rows, "load_rows", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),
+    "x rounded to bf16": (saved_rows, "load_rows", "(tl.float32)", "(tl.bfloat16).to(tl.float32)"),
     "linear half's bias in backward is the gate's": (kernels, "_backward_kernel", "(bias_ptr, columns + H", "(bias_ptr, columns"),
     "linear half's bias in forward is the gate's": (kernels, "_forward_kernel", "columns + H", "columns"),
     "clamp before the bias": (kernels, "_forward_kernel", "z = x + load_vector", "if clamp is not None:\n        x = tl.where(x > clamp, clamp, x)\n    z = x + load_vector"),
@@ -41,7 +41,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "last row lost": (kernels, "_backward_kernel", "rows < M", "rows < M - 1"),
     "last column lost": (kernels, "_backward_kernel", "(columns < H)", "(columns < H - 1)"),
     "a store one row too far": (kernels, "_forward_kernel", "(rows < M)", "(rows <= M)"),
-    "row stride taken for the width": (rows, "load_rows", " * X_ROW +", " * (H * PARTS) +"),
+    "row stride taken for the width": (saved_rows, "load_rows", " * X_ROW +", " * (H * PARTS) +"),
     "erf by tanh": (activations, "_gelu_exact", "tl.where(z > 0.0, 1.0 - tail, tail)", "_gelu_sigmoid(z)[0]"),
     "erf's polynomial shortened": (activations, "_normal_tail", "0.0356757128203033 * t - ", "-"),
     "gelu's derivative with digits cancelled": (activations, "_gelu_derivative", "z * s * rest", "(z * s - z * s * s)"),
@@ -55,10 +55,10 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "gate's gradient in rows of two": (kernels, "_backward_kernel", "H if linear_ptr is not None else PARTS * H", "PARTS * H"),
     "linear tensor's gradient is the gate's": (kernels, "_backward_kernel", "columns[None, :], dz2", "columns[None, :], dz"),
     "linear tensor's gradient before the clamp": (kernels, "_backward_kernel", "dz, dz2 = tl.where(passes, dz, 0.0), tl.where(passes2, dz2, 0.0)", "dz, dz2 = tl.where(passes, dz, 0.0), tl.where(passes2, dz2, 0.0) if linear_ptr is None else dz2"),
-    "fp8 scale off by one step on reading": (fp8, "fp8_decode", "exponents <", "(exponents + 1) <"),
-    "fp8 exponents of the second half read from the first": (rows, "load_rows", " + PART * runs", ""),
-    "fp8 rounds down": (fp8, "fp8_encode", "(size_bits + 0x7FFFF + ((size_bits >> 20) & 1))", "size_bits"),
-    "fp8 runs counted over the whole row": (rows, "load_rows", "(H, RUN)", "(H * PARTS, RUN) // PARTS"),
+    "fp8 scale off by one step on reading": (saved_rows, "fp8_decode", "exponents <", "(exponents + 1) <"),
+    "fp8 exponents of the second half read from the first": (saved_rows, "load_rows", " + PART * runs", ""),
+    "fp8 rounds down": (saved_rows, "fp8_encode", "(size_bits + 0x7FFFF + ((size_bits >> 20) & 1))", "size_bits"),
+    "fp8 runs counted over the whole row": (saved_rows, "load_rows", "(H, RUN)", "(H * PARTS, RUN) // PARTS"),
 }
 
 

@@ -7,7 +7,7 @@ from ops.fp8_calls import BF16, DEVICE, FP32, decibels
 
 import onepass
 from onepass.kernels import fp8_cast
-from onepass.kernels.fp8_tile import new_notes
+from onepass.kernels.fp8 import new_notes
 from onepass.kernels.language import triton
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes

@@ -8,11 +8,10 @@ import pytest
 import torch
 from ops.calls import needs_triton
 
-from onepass.kernels import fp8_tile
-from onepass.kernels.fp8_tile import new_notes
+from onepass.kernels import fp8 as device_functions
+from onepass.kernels.fp8 import new_notes
 from onepass.ops.norm import forward as norm_forward
 from onepass.ops.norm import fp8 as norm_fp8
-from onepass.ops.norm import fp8_kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -346,7 +345,7 @@ def test_the_hard_calls_are_right(hard):
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, hard):
-    module = fp8_tile if MUTANTS[name][0] == "store_transposed" else fp8_kernels
+    module = device_functions if MUTANTS[name][0] == "store_transposed" else norm_fp8
     mutant = mutate(module, *MUTANTS[name], entry=norm_fp8)
     try:
         right = all(judge(given, E4M3, mutant) for given in hard)

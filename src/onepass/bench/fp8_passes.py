@@ -22,8 +22,8 @@ from torch import Tensor
 from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, as_written, by_pytorch, of_each
 from onepass.bench.model import BenchCase, Call, Inputs, Result
 from onepass.bench.peers import once
+from onepass.kernels.fp8 import new_notes
 from onepass.kernels.fp8_cast import cast_rows, cast_tensor
-from onepass.kernels.fp8_tile import new_notes
 from onepass.kernels.language import triton_unsupported
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8_output import FP8Output
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.runtime.backend import register_backend
 from onepass.runtime.dispatch import not_twice_differentiable
+from onepass.runtime.fp8 import FP8Output
 from onepass.runtime.op import Reason
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -15,16 +15,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_tile import (
+from onepass.kernels.fp8 import (
     QUAD,
-    SLOTS,
     TILE_H,
     TILE_M,
+    finite_sizes,
     is_rare,
     largest_of,
     note_tiles,
+    operand_codes,
     packed_codes,
+    power_of_two,
+    scale_exponents,
     store_transposed,
     tile_codes,
 )
@@ -32,7 +34,7 @@ from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, inside_row, known_align
-from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, FP8Target, quantise_rows, quantise_tensor, transpose
+from onepass.runtime.fp8 import E4M3, E5M2, MULTIPLE, SLOTS, FP8Target, quantise_rows, quantise_tensor, transpose
 from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 

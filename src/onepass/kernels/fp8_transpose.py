@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8_tile import QUAD, packed_codes, store_transposed
+from onepass.kernels.fp8 import QUAD, packed_codes, store_transposed
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.rows import aligned, known_align

@@ -1,11 +1,7 @@
-"""How kernels load and store rows: aligned, in fp32, from their storage type or from fp8 codes.
-
-A row has PARTS parts of H columns each: one, or the two halves of a gated activation's input.
-"""
+"""How kernels load rows: aligned, and in fp32."""
 
 from __future__ import annotations
 
-from onepass.kernels.fp8 import fp8_decode, fp8_encode, fp8_exponents
 from onepass.kernels.language import PTX, device_function, tl
 
 
@@ -61,33 +57,3 @@ def still_packed(x):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     else:
         return x
-
-
-@device_function
-def load_rows(
-    x_ptr, exponents_ptr, rows, columns, H, X_ROW, inside,
-    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """Load a block of one part in fp32; from fp8 codes where there are exponents."""
-    x = tl.load(x_ptr + rows[:, None] * X_ROW + (columns + PART * H)[None, :], mask=inside, other=0)
-    if exponents_ptr is not None:
-        runs = tl.cdiv(H, RUN)
-        at = rows[:, None] * (runs * PARTS) + (columns // RUN + PART * runs)[None, :]
-        return fp8_decode(x, tl.load(exponents_ptr + at, mask=inside, other=1))
-    else:
-        return x.to(tl.float32)
-
-
-@device_function
-def store_fp8_rows(
-    codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside,
-    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Store a block of one part as fp8 codes, with the exponents of its runs."""
-    exponents = fp8_exponents(x, RUN)
-    codes = fp8_encode(x, exponents, RUN)
-    tl.store(codes_ptr + rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :], codes, mask=inside)
-    runs = tl.cdiv(H, RUN)
-    run = tile * (BLOCK_H // RUN) + tl.arange(0, BLOCK_H // RUN)
-    at = rows[:, None] * (runs * PARTS) + (run + PART * runs)[None, :]
-    tl.store(exponents_ptr + at, exponents.to(tl.uint8), mask=(rows < M)[:, None] & (run < runs)[None, :])

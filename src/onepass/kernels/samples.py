@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onepass.kernels import fp8_cast, fp8_tile, fp8_transpose
+from onepass.kernels import fp8, fp8_cast, fp8_transpose
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.samples import CoveringCall, meta
 
@@ -23,7 +23,7 @@ def covering_calls() -> Iterator[CoveringCall]:
 def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
     def run() -> Tensor:
         x, scale = meta(8192, width, dtype=dtype), torch.empty((), device="meta")
-        noted = fp8_tile.new_notes("meta")
+        noted = fp8.new_notes("meta")
         fp8_cast.cast_rows(x.detach(), to)
         fp8_cast.cast_columns(x.detach().view(2, 4096, width))
         fp8_cast.cast_tensor(x.detach(), FP8Target(to, scale, *noted), transposed=True)

@@ -17,7 +17,7 @@ A split is the tensor dimension that the mesh dimension divides, or WHOLE, or, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,18 @@ def sum_over(split: Split) -> Split:
 def split_output(split: Split, like: Tensor) -> Output:
     """A result that is divided as the tensor is."""
     return (int(split), like.shape[int(split)]) if split != WHOLE else WHOLE
+
+
+def rows_split(given: Mapping[str, Any], at: Mapping[str, Split], *names: str) -> Split:
+    """What divides the rows of x or of another of these tensors, of the first that is divided."""
+    return first_split(*(leading_split(at[name], given["x"]) for name in names if name in at))
+
+
+def by_rows(given: Mapping[str, Any], at: Mapping[str, Split], divided: Sequence[str], whole: Sequence[str]) -> Layout:
+    """Rows of x, of tensors beside it and of the result are divided. What every row needs is whole, and its gradient a sum."""
+    rows = rows_split(given, at, *divided)
+    inputs = all_as(rows, *divided) | all_as(WHOLE, *whole)
+    return Layout(inputs, all_as(sum_over(rows), *whole), split_output(rows, given["x"]))
 
 
 def add_bias_once(parts: dict[str, Any], rank: int, ranks: int) -> None:
@@ -225,8 +237,8 @@ def _part_of(t: Any, mesh: Any, inputs: list[Split], gradients: list[Split]) -> 
 def _wrapped(results: Any, mesh: Any, outputs: list[Any]) -> Any:
     """A rank's results as DTensors: `outputs` has those of each dimension of the mesh."""
     if isinstance(results, tuple):
-        each = [[of[i] if isinstance(of, list) else of for of in outputs] for i in range(len(results))]
-        members = [_wrapped(member, mesh, of) for member, of in zip(results, each, strict=True)]
+        divided = [[of[i] if isinstance(of, list) else of for of in outputs] for i in range(len(results))]
+        members = [_wrapped(member, mesh, of) for member, of in zip(results, divided, strict=True)]
         return type(results)(*members) if hasattr(results, "_fields") else tuple(members)
     if results is None:
         return None

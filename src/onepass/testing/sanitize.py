@@ -34,7 +34,7 @@ from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.written_weights import follow_by_kernel
 from onepass.kernels import fp8_cast
-from onepass.kernels.fp8_tile import new_notes
+from onepass.kernels.fp8 import new_notes
 from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.kernels.launch import Bound, Kernel
 from onepass.ops.activation import fp8 as activation_fp8

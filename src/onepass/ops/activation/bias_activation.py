@@ -26,7 +26,6 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grad
-from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output, describe_output_formula, output_target
 from onepass.kernels.philox import STEPS, Seed, draw_seed, dropout_formula, row_numbers, threshold_of
 from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import Activation, find_activation
@@ -37,7 +36,15 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_same_shape
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.formula import run_formula
-from onepass.runtime.fp8 import FP8Target, FP8Tensor
+from onepass.runtime.fp8 import (
+    FP8Output,
+    FP8Target,
+    FP8Tensor,
+    check_forward_only,
+    describe_output,
+    describe_output_formula,
+    output_target,
+)
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 
@@ -156,8 +163,8 @@ def _variant(call: Call) -> str:
     if target is not None and call.x.numel():
         return f"forward in one pass over x; {describe_output(target)}; no backward"
     threshold = threshold_of("dropout", call.dropout)
-    said = kernels.activation_variant(call.x, find_activation(call.activation), call.save, call.linear)
-    return f"{said}; {threshold} of {STEPS} dropped in the same kernels" if threshold else said
+    description = kernels.activation_variant(call.x, find_activation(call.activation), call.save, call.linear)
+    return f"{description}; {threshold} of {STEPS} dropped in the same kernels" if threshold else description
 
 
 @overload

@@ -13,16 +13,28 @@ import torch
 from torch import Tensor
 
 from onepass.kernels.column_reduce import column_sum
-from onepass.kernels.fp8 import finite_sizes, operand_codes, power_of_two, scale_exponents
-from onepass.kernels.fp8_tile import QUAD, SLOTS, is_rare, largest_of, note_tiles, packed_codes, store_transposed, tile_codes
+from onepass.kernels.fp8 import (
+    QUAD,
+    finite_sizes,
+    is_rare,
+    largest_of,
+    note_tiles,
+    operand_codes,
+    packed_codes,
+    power_of_two,
+    scale_exponents,
+    store_transposed,
+    tile_codes,
+)
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
-from onepass.kernels.rows import aligned, inside_row, known_align, load_rows, load_vector, still_packed
+from onepass.kernels.rows import aligned, inside_row, known_align, load_vector, still_packed
 from onepass.ops.activation.activations import Activation, activation_of
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.kernels import clamp_halves
-from onepass.runtime.fp8 import E5M2, MULTIPLE, FP8Target
+from onepass.ops.activation.saved_rows import load_rows
+from onepass.runtime.fp8 import E5M2, MULTIPLE, SLOTS, FP8Target
 from onepass.runtime.sizes import ceil_div
 from onepass.runtime.sizes import power_of_two as next_power_of_two
 

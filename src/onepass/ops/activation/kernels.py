@@ -19,10 +19,11 @@ from onepass.kernels.language import device_function, tl, triton_unsupported
 from onepass.kernels.launch import Bound, Grid, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.philox import GROUP, apply_dropout, load_seed, probability
-from onepass.kernels.rows import aligned, known_align, load_rows, load_vector, store_fp8_rows
+from onepass.kernels.rows import aligned, known_align, load_vector
 from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.ops.activation.activations import Activation, activation_of, find_activation
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.ops.activation.saved_rows import load_rows, store_fp8_rows
 from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.op import Registered

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8_tile import new_notes
+from onepass.kernels.fp8 import new_notes
 from onepass.kernels.philox import draw_seed, row_numbers, threshold_of
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_linear import activation_linear, activation_linear_reference

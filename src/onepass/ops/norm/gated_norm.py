@@ -27,13 +27,12 @@ from onepass.ops.norm import gated_kernels as kernels
 from onepass.ops.norm.formula import norm_formula
 from onepass.ops.norm.gated_kernels import GatedNormOptions
 from onepass.ops.norm.kernels import TYPES
-from onepass.ops.norm.sharding import shard_norm
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, Registered, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
+from onepass.runtime.sharding import Layout, Split, by_rows, has_dtensor, run_on_shards
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -166,13 +165,14 @@ def variant(call: Call) -> str:
     H = x.shape[-1] // options.groups
     rows = "groups" if options.groups > 1 else "rows"
     ahead, back = kernels.gated_forward_tiles(H, x.element_size()), kernels.backward_tiles_for(x, z, options)
-    said = f"forward with {ahead.block_m} {rows} a program, in registers; backward with {back.block_m} at a time"
+    description = f"forward with {ahead.block_m} {rows} a program, in registers; backward with {back.block_m} at a time"
     if call.weight is not None and call.weight.requires_grad:
-        said += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' {rows} on their way"
+        description += f", {back.resident} programs a multiprocessor, the next {back.stages - 1} turns' {rows} on their way"
     else:
-        said += ", as many programs as that takes"
+        description += ", as many programs as that takes"
     copied = [name for name, t in (("x", x), ("z", z)) if not t.is_contiguous() and groups_of(t, True) is None]
-    return f"{said}; {' and '.join(copied)} copied, as it lies; keeps x and z" if copied else f"{said}; keeps x and z"
+    description += f"; {' and '.join(copied)} copied, as it lies" if copied else ""
+    return f"{description}; keeps x and z"
 
 
 def check_gated_norm(given: Mapping[str, Any], name: str = "weight", shared: bool = False) -> None:
@@ -211,6 +211,11 @@ def check_gate(name: str, width: int, activation: str, group_size: int | None) -
         raise ValueError(f"activation must be one of {', '.join(_GATES)}, but is {activation!r}")
     if group_size is not None and (type(group_size) is not int or group_size < 1 or width % group_size):
         raise ValueError(f"group_size must divide {name}, {width}, or be None, but is {group_size!r}")
+
+
+def shard_gated_norm(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided, and whole rows normalised."""
+    return by_rows(given, at, ("x", "z"), ("weight",))
 
 
 def gated_rms_norm(
@@ -267,5 +272,5 @@ define_op(
     check=lambda call: check_gated_norm(vars(call)),
     unsupported=lambda call: unsupported(call.x, call.group_size),
     variant=variant,
-    sharding=shard_norm,
+    sharding=shard_gated_norm,
 )

@@ -29,7 +29,6 @@ from onepass.ops.norm import gated_kernels as kernels
 from onepass.ops.norm.gated_kernels import GatedNormOptions
 from onepass.ops.norm.gated_norm import check_gated_norm, gated_formula, gated_options, unsupported
 from onepass.ops.norm.gated_rows import GatedNormRows, gated_by_formula
-from onepass.ops.norm.sharding import shard_gated_norm_linear
 from onepass.product.function import is_plain, multiply_rows, run_linear
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
@@ -38,7 +37,19 @@ from onepass.runtime.checks import check_linear
 from onepass.runtime.dispatch import product_type, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
+from onepass.runtime.sharding import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Split,
+    add_bias_once,
+    all_as,
+    by_rows,
+    has_dtensor,
+    refuse,
+    refuse_split,
+    run_on_shards,
+)
 
 
 def gated_norm_linear_reference(
@@ -113,6 +124,25 @@ def _variant(call: Call) -> str:
         f"forward with {ahead.block_m} rows a program, in registers; backward with {back.block_m} at a time; {products}; "
         "the gated rows are rebuilt in backward"
     )
+
+
+def shard_gated_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided where the weight is whole. Its rows divide y's columns; its columns divide groups and make y a sum."""
+    refuse(given, "tp_group", "deferred", "precision")
+    x, weight, norm_weight, width = given["x"], given["weight"], given["norm_weight"], given["group_size"]
+    last = x.dim() - 1
+    if at["weight"] == 0:
+        alike = "x", "z", "norm_weight"
+        inputs: dict[str, Split] = all_as(WHOLE, *alike) | {"weight": 0, "bias": 0}
+        return Layout(inputs, all_as(PARTIAL, *alike), (last, weight.shape[0]))
+    if at["weight"] == 1:
+        if width is None or x.shape[-1] % (ranks * width):
+            refuse_split("weight", 1, "Shard(0) or Replicate, as each rank needs whole groups of x")
+        shared = norm_weight is not None and norm_weight.shape[0] == width
+        inputs = {"x": last, "z": last, "norm_weight": WHOLE if shared else 0, "weight": 1, "bias": WHOLE}
+        sums = ("bias", "norm_weight") if shared else ("bias",)
+        return Layout(inputs, all_as(PARTIAL, *sums), PARTIAL, adapt=add_bias_once)
+    return by_rows(given, at, ("x", "z"), ("norm_weight", "weight", "bias"))
 
 
 def gated_norm_linear(

@@ -21,17 +21,15 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests, name_written
 from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vectors, with_fp32_grads
-from onepass.kernels.fp8_output import FP8Output, check_forward_only, describe_output_formula, output_target
 from onepass.ops.norm import fp8, kernels
 from onepass.ops.norm.formula import NormOptions, add_rounded, norm_formula
-from onepass.ops.norm.sharding import shard_norm
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_norm, check_same_shape, check_vector
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.formula import run_formula
-from onepass.runtime.fp8 import FP8Target, FP8Tensor
+from onepass.runtime.fp8 import FP8Output, FP8Target, FP8Tensor, check_forward_only, describe_output_formula, output_target
 from onepass.runtime.op import Call, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
+from onepass.runtime.sharding import Layout, Split, by_rows, has_dtensor, refuse, run_on_shards
 
 
 def rms_norm_reference(
@@ -146,6 +144,12 @@ def _check(given: Mapping[str, Any], bias: Tensor | None = None) -> FP8Target | 
     if residual is not None:
         check_same_shape("residual", residual, x)
     return output_target(given["out"], x)
+
+
+def shard_norm(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided, and whole rows normalised."""
+    refuse(given, "out")
+    return by_rows(given, at, ("x", "residual"), ("weight", "bias"))
 
 
 def _norm(name: str, given: Mapping[str, Any], bias: Tensor | None, target: FP8Target | None, backend: str | None) -> Any:

@@ -30,7 +30,6 @@ from onepass.gradients.vectors import contiguous_param, with_fp32_grads
 from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import DEFAULT_EPS, NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.norm_rows import norm_rows
-from onepass.ops.norm.sharding import shard_norm_linear
 from onepass.product.function import is_plain, multiply_rows, run_linear
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
@@ -39,7 +38,21 @@ from onepass.runtime.checks import check_linear, check_norm, check_same_shape, c
 from onepass.runtime.dispatch import product_type, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
-from onepass.runtime.sharding import has_dtensor, run_on_shards
+from onepass.runtime.sharding import (
+    WHOLE,
+    Layout,
+    Output,
+    Split,
+    all_as,
+    by_rows,
+    has_dtensor,
+    refuse,
+    refuse_split,
+    rows_split,
+    run_on_shards,
+    split_output,
+    sum_over,
+)
 
 NORMS = tuple(DEFAULT_EPS)
 
@@ -102,10 +115,10 @@ def _traced(
 def _variant(call: Call) -> str:
     """Which kernels a call runs, and their tiles."""
     layer = call.norm == "layer_norm"
-    said = kernels.norm_variant(call.x, call.residual, call.norm_weight, call.norm_bias, layer, False, rebuilds=True)
+    description = kernels.norm_variant(call.x, call.residual, call.norm_weight, call.norm_bias, layer, False, rebuilds=True)
     rebuilt = "norm(x)" if call.residual is None else "norm(h)"
     products = describe_products(call.precision, call.x, call.weight, call.deferred)
-    return f"{said}; {products}; {rebuilt} is rebuilt in backward"
+    return f"{description}; {products}; {rebuilt} is rebuilt in backward"
 
 
 def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
@@ -126,6 +139,30 @@ def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
         check_vector("norm_bias", given["norm_bias"], x)
     check_linear(x, x.shape[-1], given["weight"], given["bias"])
     return check_deferred(given["deferred"], given["weight"])
+
+
+def shard_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
+    """Rows are divided where the weight is whole; a weight divided by rows is Megatron's column-parallel one."""
+    refuse(given, "tp_group", "deferred", "precision")
+    x, weight, rows = given["x"], given["weight"], rows_split(given, at, "x", "residual")
+    if at["weight"] == WHOLE:
+        return by_rows(given, at, ("x", "residual"), ("norm_weight", "norm_bias", "weight", "bias"))
+    if at["weight"] != 0:
+        refuse_split("weight", at["weight"], "Shard(0) or Replicate, as a norm needs whole rows")
+    more = int(given["return_norm_output"]) + int(given["return_input"] or given["residual"] is not None)
+    y = (x.dim() - 1, weight.shape[0])
+    vectors: dict[str, Split] = all_as(WHOLE, "norm_weight", "norm_bias")
+    inputs: dict[str, Split]
+    outputs: list[Output]
+    if rows == 0 and x.shape[0] % ranks == 0:  # sequence parallel: norm(h) is gathered, under products
+        inputs = {"x": 0, "residual": 0, **vectors, "weight": 0, "bias": 0}
+        outputs = [y, *[split_output(0, x)] * more]
+        return Layout(inputs, {name: sum_over(0) for name in vectors}, outputs, "tp_group", {"sequence_parallel": True})
+    if rows == WHOLE or more:  # dx is summed in the op, before what comes back through h and norm(h) is added
+        inputs = {"x": WHOLE, "residual": WHOLE, **vectors, "weight": 0, "bias": 0}
+        return Layout(inputs, outputs=[y, *[WHOLE] * more], group="tp_group", options={"sequence_parallel": False})
+    inputs = {"x": WHOLE, **vectors, "weight": 0, "bias": 0}  # dx is summed by the reduce-scatter that divides it
+    return Layout(inputs, {name: sum_over(0) for name in ("x", *vectors)}, outputs=y)
 
 
 def norm_linear(

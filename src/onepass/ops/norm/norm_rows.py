@@ -62,8 +62,8 @@ class NormRows(NamedTuple):
     def in_graph(self, inputs: Inputs, *product: Any, needs: Needs) -> tuple[Sequence[Any], Kept]:
         x, norm_weight, norm_bias, residual = inputs
         rest = residual, self.options, self.use_triton, self.dtype, needs is not None
-        *found, h, stats = _forward_op(x, norm_weight, norm_bias, *product[:2], *rest, product[2])
-        return found, (x if h is None else h, norm_weight, norm_bias, stats)
+        *outputs, h, stats = _forward_op(x, norm_weight, norm_bias, *product[:2], *rest, product[2])
+        return outputs, (x if h is None else h, norm_weight, norm_bias, stats)
 
     # ---- backward ----
 
@@ -82,7 +82,7 @@ class NormRows(NamedTuple):
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
         *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
     ) -> PrologueGradients:  # fmt: skip
-        of_x, of_weight, of_bias, of_residual = (each is not GradRequest.SKIP for each in requests)
+        of_x, of_weight, of_bias, of_residual = (request is not GradRequest.SKIP for request in requests)
         of_h = of_x or of_residual
         into, dh, dweight, dbias, rows = None, dx if of_h else None, None, None, None
         if drows is not None:
@@ -119,8 +119,8 @@ def _forward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     prologue = NormRows(options, use_triton, (False, False), x.dtype, None, product)
     inputs = x, norm_weight, norm_bias, residual
-    found, (h, _, _, stats) = forward_in_graph(prologue, inputs, weights, biases, recipe, keep)
-    return *found, None if residual is None else h, stats
+    outputs, (h, _, _, stats) = forward_in_graph(prologue, inputs, weights, biases, recipe, keep)
+    return *outputs, None if residual is None else h, stats
 
 
 def _forward_fake(

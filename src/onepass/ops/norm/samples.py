@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.kernels.fp8_tile import new_notes
+from onepass.kernels.fp8 import new_notes
 from onepass.ops.norm import fp8
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference

@@ -25,10 +25,9 @@ from torch import Tensor
 from onepass.distributed.collectives import raise_to_largest
 from onepass.kernels.device_tables import is_capturing
 from onepass.kernels.fp8 import exponents_below, power_of_two
-from onepass.kernels.fp8_tile import SLOTS
 from onepass.kernels.language import tl, triton_unsupported
 from onepass.kernels.launch import Bound, kernel
-from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, scale_for
+from onepass.runtime.fp8 import E4M3, E5M2, SLOTS, FP8Target, scale_for
 from onepass.runtime.fp8_recipe import FP8Recipe
 
 ROLES = ("input", "weight", "gradient")
