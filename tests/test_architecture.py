@@ -230,15 +230,15 @@ def test_files_are_short(path):
     assert len(path.read_text().splitlines()) <= 500
 
 
-_MANY, _MOST_WITH_MANY = 10, 107  # the second may only fall: options, layouts and plans are records
+_MANY, _MOST_WITH_MANY = 10, 95  # the second may only fall: options, layouts and plans are records
 
 
 def test_few_functions_have_many_arguments():
-    """Kernels are among them. Neither self nor ctx counts, nor *args."""
+    """Kernels are among them. Neither self nor ctx counts, nor *args; and overloads repeat what they are of."""
     found = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and "overload" not in map(ast.unparse, node.decorator_list):
                 names = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
                 if len(names - {"self", "cls", "ctx"}) > _MANY:
                     found.append(f"{_name(path)}.{node.name}")

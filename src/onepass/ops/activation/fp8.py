@@ -19,6 +19,7 @@ from torch import Tensor
 from onepass.ops.activation import fp8_kernels
 from onepass.ops.activation.activations import activation_of
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.fp8_kernels import ActivationNeeds
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.op import Registered
@@ -79,33 +80,32 @@ def activation_backward_codes(
         dx_target, codes, transposed = None, False, False
     if dy is None and (codes or transposed or need_dbias or need_dtoken_weight):
         raise ValueError("dy must be a tensor where a gradient is asked for, but is None")
-    wanted = codes, transposed, need_dbias, need_dtoken_weight
+    needs = ActivationNeeds(codes, transposed, need_dbias, need_dtoken_weight)
     if use_triton and x.numel():
         given = x, _contiguous(bias), _contiguous(token_weight)
-        return ActivationGradients(*fp8_kernels.backward_codes(dy, *given, options, dx_target, y_target, *wanted))
-    return _backward_formula(dy, x, bias, token_weight, options, dx_target, y_target, *wanted)
+        return ActivationGradients(*fp8_kernels.backward_codes(dy, *given, options, dx_target, y_target, needs))
+    return _backward_formula(dy, x, bias, token_weight, options, dx_target, y_target, needs)
 
 
 def _backward_formula(
     dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions,
-    dx_target: FP8Target | None, y_target: FP8Target | None,
-    codes: bool, transposed: bool, need_dbias: bool, need_dtoken_weight: bool,
+    dx_target: FP8Target | None, y_target: FP8Target | None, needs: ActivationNeeds,
 ) -> ActivationGradients:  # fmt: skip
     """`activation_backward_codes` by PyTorch. Leaves are in fp32, so that autograd rounds nothing."""
-    needs = dx_target is not None, need_dbias, need_dtoken_weight
+    differentiated = dx_target is not None, needs.dbias, needs.dtoken_weight
     leaves: list[Any] = [
         t if t is None else t.detach().float().requires_grad_(need)
-        for t, need in zip((x, bias, token_weight), needs, strict=True)
+        for t, need in zip((x, bias, token_weight), differentiated, strict=True)
     ]
     with torch.enable_grad():
         y = activation_formula(leaves[0], leaves[1], leaves[2], options)
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad(y, asked, None if dy is None else dy.detach().float()) if asked else ())
-    dx, dbias, dtoken_weight = (next(found) if need else None for need in needs)
+    grads = iter(torch.autograd.grad(y, asked, None if dy is None else dy.detach().float()) if asked else ())
+    dx, dbias, dtoken_weight = (next(grads) if need else None for need in differentiated)
     plain = across = y_transposed = None
     if dx_target is not None and dx is not None:
         rounded = fp8.quantise_tensor(dx, dx_target)
-        plain, across = rounded if codes else None, fp8.transpose(rounded) if transposed else None
+        plain, across = rounded if needs.dx else None, fp8.transpose(rounded) if needs.dx_transposed else None
     if y_target is not None:
         y_transposed = fp8.transpose(fp8.quantise_tensor(y, y_target._replace(amax=None)))
     if bias is not None and dbias is not None:

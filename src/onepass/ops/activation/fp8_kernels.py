@@ -8,6 +8,7 @@ Backward  tiles of x and dy: codes of dx, and transposed copies of dx and of y, 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -319,12 +320,22 @@ def forward_codes(
     return codes, None
 
 
+class ActivationNeeds(NamedTuple):
+    """Which results of a backward are asked for, beside y's codes."""
+
+    dx: bool
+    dx_transposed: bool
+    dbias: bool
+    dtoken_weight: bool
+
+
 def backward_codes(
     dy: Tensor | None, x: Tensor, bias: Tensor | None, weight: Tensor | None, options: ActivationOptions,
-    dx_target: FP8Target | None, y_target: FP8Target | None, codes: bool, transposed: bool, need_dbias: bool, need_dweight: bool,
+    dx_target: FP8Target | None, y_target: FP8Target | None, needs: ActivationNeeds,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return `fp8.activation_backward_codes` of an x that has elements."""
     act = activation_of(options.activation)
+    codes, transposed, need_dbias, need_dweight = needs
     W = x.shape[-1]
     H, M = W // act.parts, x.numel() // W
     device, long = x.device, ceil_div(M, MULTIPLE) * MULTIPLE

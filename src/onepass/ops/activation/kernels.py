@@ -31,6 +31,7 @@ from onepass.runtime.process_setting import validating
 from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 
+_Rows = tuple[int, int, int | None]  # how far rows of dy, of x and of the linear part are apart
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # dx, dbias, dweight, y, dlinear
 
 # ---- kernels: load, go to fp32 at once, store in the storage type ----
@@ -226,9 +227,10 @@ def _forward_plan(
 
 @lru_cache(1024)
 def _bind_backward(
-    act: Activation, H: int, dy_row: int, x_row: int, linear_row: int | None, clamp: float | None, offset: float | None,
-    threshold: int, add: bool, block_m: int, block_h: int, num_warps: int, stages: int,
+    act: Activation, H: int, rows: _Rows, clamp: float | None, offset: float | None, threshold: int, add: bool,
+    tile: tuple[int, int, int, int],
 ) -> Bound:  # fmt: skip
+    (dy_row, x_row, linear_row), (block_m, block_h, num_warps, stages) = rows, tile
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     bound: Bound = _backward_kernel.bind(
         H, dy_row, x_row, linear_row, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks, act.gated,
@@ -239,12 +241,12 @@ def _bind_backward(
 
 @lru_cache(4096)
 def _backward_plan(
-    act: Activation, M: int, H: int, dy_row: int, x_row: int, linear_row: int | None, fp8: bool, threshold: int,
-    clamp: float | None, offset: float | None, add: bool, device: torch.device,
+    act: Activation, M: int, H: int, rows: _Rows, fp8: bool, threshold: int, clamp: float | None, offset: float | None,
+    add: bool, device: torch.device,
 ) -> tuple[ColumnTiles, Bound]:  # fmt: skip
     t = _widen_to_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), threshold)
-    given = act, H, dy_row, x_row, linear_row, clamp, offset, threshold, add
-    return t, _bind_backward(*given, t.block_m, t.block_h, t.num_warps, t.stages)
+    tile = t.block_m, t.block_h, t.num_warps, t.stages
+    return t, _bind_backward(act, H, rows, clamp, offset, threshold, add, tile)
 
 
 # ---- launches ----
@@ -303,7 +305,7 @@ def activation_backward(
     linear_row = None
     if linear is not None:
         linear, linear_row = as_rows(linear)
-    shape = act, M, H, dy_row, x_row, linear_row, exponents is not None, threshold
+    shape = act, M, H, (dy_row, x_row, linear_row), exponents is not None, threshold
     tiles, launch = _backward_plan(*shape, clamp, offset, into is not None, device)
     dx = y = dbias = partials = arrived = dweight = row_sums = dlinear = None
     if need_dx:
@@ -352,9 +354,9 @@ def _forward_fp8_fake(
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, exponents: Any, bias: Any, weight: Any, seed: Any, linear: Any, options: ActivationOptions,
-    need_dx: bool, need_dbias: bool, need_dweight: bool, need_dlinear: bool, dx_type: torch.dtype, y_type: torch.dtype | None,
-) -> Gradients:  # fmt: skip
+    dy: Tensor, x: Tensor, exponents: Any, bias: Any, weight: Any, seed: Any, linear: Any, options: ActivationOptions, *needs: Any
+) -> Gradients:
+    need_dx, need_dbias, need_dweight, need_dlinear, dx_type, y_type = needs
     return (
         dy.new_empty(x.shape, dtype=dx_type) if need_dx else None,
         bias.new_empty(bias.shape) if need_dbias else None,

@@ -170,16 +170,26 @@ def _partial_losses(
     return rows.finish_losses(parts, labels, terms, _names(stats), logits, columns)  # type: ignore[no-any-return]
 
 
+class LogitsKept(NamedTuple):
+    """What backward reads of logits [..., V] and their rows, as `_forward` has it."""
+
+    logits: Tensor
+    labels: Tensor
+    place: Tensor | None
+    probabilities: Tensor | None
+    class_weight: Tensor | None
+    lse: Tensor
+    entropies: Tensor | None
+
+
 def _logits_gradient(
-    logits: Tensor, labels: Tensor, place: Tensor | None, probabilities: Tensor | None, class_weight: Tensor | None,
-    lse: Tensor, entropy: Tensor | None, g: Tensor, dlse: Tensor | None, dlog_prob: Tensor | None, dentropy: Tensor | None,
-    mass: Tensor | None, terms: LossTerms, use_triton: bool, in_place: bool = False,
+    kept: LogitsKept, incoming: RowGradients, terms: LossTerms, use_triton: bool, in_place: bool = False
 ) -> Tensor:  # fmt: skip
     """Return the gradient, of the logits' shape: over the logits, over the copy that had to be made, or in new memory."""
+    logits, labels, place, probabilities, class_weight, lse, entropy = kept
     x, copied = as_matrix(logits)
     out = x if in_place or copied else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     V = 0 if place is not None else x.shape[1]
-    incoming = RowGradients(g, dlse, dlog_prob, dentropy, mass)
     columns = VocabColumns(0, V, place, targets=_targets(probabilities, class_weight))
     _ROWS[use_triton].row_gradients(x, out, labels, terms, lse, entropy, incoming, columns)
     # not a view, as autograd sees it: of logits that were written over nobody could read one
@@ -243,11 +253,11 @@ partial_losses = Registered(
     dispatched=lambda *args: _unshared(_partial_losses(*args)),
 )
 logits_gradient = Registered(
-    "cross_entropy_gradient(Tensor logits, Tensor labels, Tensor? place, Tensor? probabilities, Tensor? class_weight, "
-    "Tensor lse, Tensor? entropy, Tensor g, Tensor? dlse, Tensor? dlog_prob, Tensor? dentropy, Tensor? mass, LossTerms terms, "
-    "bool use_triton) -> Tensor",
+    "cross_entropy_gradient(LogitsKept kept, RowGradients incoming, LossTerms terms, bool use_triton) -> Tensor",
     _logits_gradient,
-    lambda logits, *_: logits.new_empty(logits.shape),
+    lambda kept, *_: kept.logits.new_empty(kept.logits.shape),
+    LogitsKept,
+    RowGradients,
     LossTerms,
 )
 
@@ -290,10 +300,9 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             g = row_gradient(dy, reduction, labels.shape[0], scale, weight)
         came = {name: t.reshape(-1).contiguous() for name, t in zip(_names(stats), dstats, strict=True) if t is not None}
-        dlogits = logits_gradient(
-            logits, labels, place, probabilities, class_weight, lse, entropy, g,
-            *(came.get(name) for name in DIFFERENTIABLE_STATISTICS), mass, terms, use_triton, in_place=in_place,
-        )  # fmt: skip
+        kept = LogitsKept(logits, labels, place, probabilities, class_weight, lse, entropy)
+        incoming = RowGradients(g, mass=mass, **came)
+        dlogits = logits_gradient(kept, incoming, terms, use_triton, in_place=in_place)
         if in_place:
             torch.autograd.graph.increment_version(logits)  # an op that has saved them for its backward raises
         return dlogits, *(None,) * 9

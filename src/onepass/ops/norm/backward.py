@@ -390,15 +390,19 @@ def _tiles_on(H: int, layer: bool, size: int, residual: bool, vectors: int, devi
 
 @lru_cache(4096)
 def _plan(
-    H: int, dy_lies: Groups, dh_row: int, x_lies: Groups, eps: float, layer: bool, centered: bool, add: bool,
-    size: int, residual: bool, vectors: int, sums: bool, device: torch.device,
+    H: int, lies: tuple[Groups, int, Groups], options: NormOptions, add: bool, size: int, residual: bool, vectors: int,
+    sums: bool, device: torch.device,
 ) -> tuple[NormBackwardTiles, int, Bound]:  # fmt: skip
-    """The tiles, how many programs there are at most (0: as many as that takes), and the kernel."""
+    """The tiles, how many programs there are at most (0: as many as that takes), and the kernel.
+
+    `lies`: how rows of dy, of dh and of x do.
+    """
+    layer, eps, centered = options
     tiles = _tiles_on(H, layer, size, residual, vectors, device)
     if not sums and runs_once(tiles, layer, residual):
         tiles = tiles._replace(stages=1, resident=0)
     most = tiles.resident * processors(device)
-    (dy_row, dy_gap, dy_inner), (x_row, x_gap, x_inner) = dy_lies, x_lies
+    (dy_row, dy_gap, dy_inner), dh_row, (x_row, x_gap, x_inner) = lies
     align = known_align(dy_row, dy_gap or 0, dh_row, x_row, x_gap or 0)
     bound: Bound
     if tiles.shared:
@@ -436,7 +440,6 @@ def norm_backward(
         into_dy: dx may be written over dy.
         into: contiguous tensors that dweight and dbias are added to, as many as are needed of them.
     """
-    layer, eps, centered = options
     H, device = x.shape[-1], x.device
     dy, dy_lies = as_groups(dy, H <= SHORT)
     x, x_lies = as_groups(x, H <= SHORT)
@@ -448,9 +451,9 @@ def norm_backward(
     few = are_few(M, H) and stats is not None and not (dy_lies[2] or x_lies[2])
     if not few:
         vectors = _vector_bytes(weight, bias if rebuild else None)
+        lies = dy_lies, dh_row, x_lies
         tiles, wanted, launch = _plan(
-            H, dy_lies, dh_row, x_lies, eps, layer, centered, into is not None, x.element_size(), dh is not None, vectors,
-            sums > 0, device,
+            H, lies, options, into is not None, x.element_size(), dh is not None, vectors, sums > 0, device
         )  # fmt: skip
         if stats is None and reads_twice(tiles):
             stats = norm_statistics(x, options)
@@ -470,12 +473,10 @@ def norm_backward(
     scratch = stream_scratch if keep_scratch else new_scratch
     tensors = dy, dh, x, weight, bias, stats, dx, y, dweight, dbias
     if few:
-        assert stats is not None
-        lies = dy_lies[0], dh_row, x_lies[0]
-        few_rows_backward(dy, dh, x, weight, bias, stats, dx, y, dweight, dbias, lies, options, into is not None)
+        few_rows_backward(tensors, (dy_lies[0], dh_row, x_lies[0]), options, into is not None)
     elif tiles.shared:
         groups = min(M, max(1, wanted // tiles.pieces))
-        words = groups * SLOTS * (2 if layer else 1) * max(power_of_two(tiles.pieces), LINE.value)
+        words = groups * SLOTS * (2 if options.layer else 1) * max(power_of_two(tiles.pieces), LINE.value)
         partial, arrived = scratch(groups * sums, WORDS.value + 2 * words, device)
         wanted = launch.most_at_once(*tensors, partial, arrived, M)
         groups = min(groups, max(1, wanted // tiles.pieces))

@@ -132,19 +132,20 @@ def are_few(M: int, H: int) -> bool:
 
 
 def few_rows_backward(
-    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    dx: Tensor | None, y: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
-    rows: tuple[int, int, int], options: NormOptions, add: bool,
-) -> None:  # fmt: skip
+    tensors: tuple[Tensor | None, ...], rows: tuple[int, int, int], options: NormOptions, add: bool
+) -> None:
     """Write those of dx, y, dweight and dbias that are not None.
 
     Args:
+        tensors: dy, dh, x, weight, bias, statistics, dx, y, dweight and dbias. Only dh, weight, bias and results may be None.
         rows: how far rows of dy, of dh and of x are apart.
         add: add to dweight and dbias.
     """
+    _, _, x, _, _, _, dx, y, dweight, dbias = tensors
+    assert x is not None
     H = x.shape[-1]
     M = x.numel() // H
     sums = dweight is not None or dbias is not None
     across, launch = _plan(H, *rows, options.layer, options.zero_centered_gamma, sums, add)
     of_rows = 0 if dx is None and y is None else M
-    launch((across + of_rows, 1, 1), dy, dh, x, weight, bias, stats, dx, y, dweight, dbias, M)
+    launch((across + of_rows, 1, 1), *tensors, M)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,14 +74,13 @@ def add_rounded(x: Tensor, residual: Tensor, stored: torch.dtype) -> Tensor:
 
 def norm_backward_formula(
     vectors: VectorGrads | None, dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    stats: Tensor | None, options: NormOptions, need_dx: bool, need_dweight: bool, need_dbias: bool,
-    dx_type: torch.dtype, rebuild: bool, *, into_dy: bool,
+    stats: Tensor | None, options: NormOptions, *rest: Any, into_dy: bool,
 ) -> tuple[None, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """Do what `kernels.backward_into` does, by autograd. It adds to no main_grad."""
     if vectors is not None:
         weight, bias = vectors.wide(weight, bias)
     layer, eps, centered = options
-    needs = need_dx, need_dweight, need_dbias
+    *needs, dx_type, _ = rest
     wide = torch.promote_types(x.dtype, torch.float32)
     leaves = [
         None if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)

@@ -35,9 +35,9 @@ def _forward_fake(
 
 
 def _backward_fake(
-    dy: Tensor, dh: Any, x: Tensor, weight: Any, bias: Any, stats: Any, options: NormOptions,
-    need_dx: bool, need_dweight: bool, need_dbias: bool, dx_type: torch.dtype, rebuild: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dy: Tensor, dh: Any, x: Tensor, weight: Any, bias: Any, stats: Any, options: NormOptions, *needs: Any
+) -> tuple[Tensor | None, ...]:
+    need_dx, need_dweight, need_dbias, dx_type, rebuild = needs
     return (
         dy.new_empty(x.shape, dtype=dx_type) if need_dx else None,
         weight.new_empty(weight.shape) if need_dweight else None,
