@@ -21,7 +21,7 @@ Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,18 +146,28 @@ def _forward_fake(
     return y, lse, None if cos is None else qkv.new_empty(qkv.shape)
 
 
+class AttentionKept(NamedTuple):
+    """What backward has of a call, and y's gradient.
+
+    `rotated` is qkv with q and k rotated, or qkv itself where there are no tables. With weights it is q and k alone, and qkv as
+    it came is given too.
+    """
+
+    dy: Tensor
+    rotated: Tensor
+    y: Tensor
+    lse: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    cu_seqlens: Tensor | None
+    sinks: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    qkv: Tensor | None
+
+
 def _backward(
-    dy: Tensor,
-    rotated: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    cu_seqlens: Tensor | None,
-    sinks: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    qkv: Tensor | None,
+    kept: AttentionKept,
     options: AttentionOptions,
     of_qkv: bool,
     of_sinks: bool,
@@ -167,11 +177,8 @@ def _backward(
     into: tuple[Tensor | None, ...] | None = None,
     keep_scratch: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of qkv, sinks and both weights.
-
-    `rotated` is qkv with q and k rotated, or qkv itself where there are no tables. With weights it is q and k alone, and qkv as
-    it came is given too. into: what the weights' gradients are added to.
-    """
+    """Return the gradients of qkv, sinks and both weights. `into`: what the weights' are added to."""
+    dy, rotated, y, lse, cos, sin, cu_seqlens, sinks, q_weight, k_weight, qkv = kept
     heads, groups = options.heads, options.groups
     y = contiguous_tokens(y, options)  # as it is, unless a compiler has laid it out anew
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
@@ -212,12 +219,10 @@ def _backward(
     return dqkv if of_qkv else None, dsinks if of_sinks else None, dq_weight, dk_weight
 
 
-def _backward_fake(
-    dy: Tensor, rotated: Tensor, y: Any, lse: Any, cos: Any, sin: Any, cu_seqlens: Any, sinks: Tensor | None,
-    q_weight: Tensor | None, k_weight: Tensor | None, qkv: Tensor | None, options: AttentionOptions, *needs: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _backward_fake(kept: AttentionKept, options: AttentionOptions, *needs: bool) -> tuple[Tensor | None, ...]:
+    y = kept.y
     dqkv = empty_tokens(y, options, y.shape[-1] // options.heads * (options.heads + 2 * options.groups)) if needs[0] else None
-    others = zip((sinks, q_weight, k_weight), needs[1:], strict=True)
+    others = zip((kept.sinks, kept.q_weight, kept.k_weight), needs[1:], strict=True)
     return dqkv, *(t.new_empty(t.shape) if t is not None and need else None for t, need in others)
 
 
@@ -229,11 +234,11 @@ _forward_op = Registered(
     AttentionOptions,
 )
 _backward_op = Registered(
-    "attention_backward(Tensor dy, Tensor rotated, Tensor y, Tensor lse, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, "
-    "Tensor? sinks, Tensor? q_weight, Tensor? k_weight, Tensor? qkv, AttentionOptions options, bool of_qkv, bool of_sinks, "
-    "bool of_q_weight, bool of_k_weight) -> (Tensor?, Tensor?, Tensor?, Tensor?)",
+    "attention_backward(AttentionKept kept, AttentionOptions options, bool of_qkv, bool of_sinks, bool of_q_weight, "
+    "bool of_k_weight) -> (Tensor?, Tensor?, Tensor?, Tensor?)",
     _backward,
     _backward_fake,
+    AttentionKept,
     AttentionOptions,
     dispatched=partial(_backward, keep_scratch=False),
 )
@@ -269,7 +274,8 @@ class _AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *saved, q_weight, k_weight, qkv = ctx.saved_tensors
         needs, weights, grads = weight_grads(ctx, 4, (dy, *saved, qkv), (q_weight, k_weight))
-        dqkv, dsinks, *dweights = _backward_op(dy, *saved, *weights, qkv, ctx.options, *needs, **grads.direct())
+        kept = AttentionKept(dy, *saved, *weights, qkv)  # type: ignore[call-arg]
+        dqkv, dsinks, *dweights = _backward_op(kept, ctx.options, *needs, **grads.direct())
         return dqkv, dsinks, *grads.put(dweights), None, None, None, None, None
 
 
