@@ -17,17 +17,18 @@ from onepass.ops.attention.rope import rope
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.embedding.embedding import embedding
 from onepass.ops.linear.linear import linear
+from onepass.ops.linear.lora_linear import lora_linear
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.loss.linear_divergence import linear_divergence
-from onepass.ops.loss.lora import LoRA
 from onepass.ops.norm.gated_norm import gated_rms_norm
 from onepass.ops.norm.gated_norm_linear import gated_norm_linear
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
 from onepass.product.fp8 import layer as _layer  # noqa: F401  # enters products in eight bits
+from onepass.product.lora import LoRA
 from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
@@ -74,6 +75,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_divergence",
+    "lora_linear",
     "nn",
     "norm_linear",
     "parallel",

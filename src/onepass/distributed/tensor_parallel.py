@@ -15,6 +15,7 @@ dy under the product of this rank's own rows. Operands have one type, autocast's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -72,18 +73,27 @@ def start_gather(x: Tensor, layout: TPLayout | None) -> Pending:
     return start_all_gather(x, layout.group) if layout is not None and layout.gathers_x else Pending(x)
 
 
-def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout | None) -> Tensor:
-    """Return y. x has the product's type, and parameters are rounded to it."""
+Start = Callable[[Tensor, int, Tensor | None], Tensor]  # of rows, y's width and a bias, what a product is added to
+
+
+def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout | None, start: Start | None = None) -> Tensor:
+    """Return y. x has the product's type, and parameters are rounded to it. `start` makes what the product is added to."""
     if weight.dtype is not x.dtype:
         weight = weight.to(x.dtype)
     if bias is not None and bias.dtype is not x.dtype:
         bias = bias.to(x.dtype)
     if layout is None:
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if start is None else _started(x, weight, bias, start)
     if not layout.by_row:
-        return F.linear(start_gather(x, layout).wait(), weight, bias)
-    y = start_sum(F.linear(x, weight), layout).wait()
+        x = start_gather(x, layout).wait()
+        return F.linear(x, weight, bias) if start is None else _started(x, weight, bias, start)
+    y = start_sum(F.linear(x, weight) if start is None else _started(x, weight, None, start), layout).wait()
     return y if bias is None else y + bias
+
+
+def _started(x: Tensor, weight: Tensor, bias: Tensor | None, start: Start) -> Tensor:
+    y = start(x, weight.shape[0], bias)
+    return y.addmm_(rows_of(x), weight.t()).view(*x.shape[:-1], -1 if y.numel() else weight.shape[0])
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from onepass.ops.linear.linear import linear
 from onepass.ops.loss.formula import finished_logits
 from onepass.ops.loss.kept_rows import KeptRows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
-from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.reduction import check_reduction, check_terms
 from onepass.ops.loss.targets import check_class_weight
+from onepass.product.lora import LoRA
 
 
 class LinearCrossEntropy(VocabularyHead):

@@ -9,8 +9,8 @@ from torch import Tensor
 from onepass.nn.linear import Init, check_input
 from onepass.nn.vocabulary_head import VocabularyHead
 from onepass.ops.loss.linear_divergence import check_divergence, linear_divergence
-from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.reduction import check_reduction
+from onepass.product.lora import LoRA
 
 
 class LinearDivergence(VocabularyHead):

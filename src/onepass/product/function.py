@@ -28,6 +28,7 @@ from onepass.gradients.main_grad import (
     vector_gradients,
 )
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
+from onepass.product.lora import LoRA, LoRAProduct
 from onepass.product.product import PlainProduct, Product
 from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
@@ -39,12 +40,16 @@ _FIRST = 2  # arguments before the tensors
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, prologue: Prologue, product: Product, *tensors: Any) -> Any:
-        """`tensors`: the prologue's inputs, the weight and the bias; as many of both as the product takes."""
+    def forward(ctx: Any, prologue: Prologue, product: Any, *tensors: Any) -> Any:
+        """`tensors`: the prologue's inputs, the weight and the bias, as many of both as the product takes, and its adapters'."""
         if product.deferred is not None:
             graph_break_if_deferred(product.deferred)
         ctx.prologue, ctx.count, ctx.row_counts = prologue, len(tensors), None
         needs = ctx.needs_input_grad[_FIRST:]  # read once: autograd makes the tuple anew each time
+        ctx.num_adapters = count = product.num_adapters
+        if count:
+            product = product.bind(tensors[-count:], needs[-count:])
+            tensors, needs = tensors[:-count], needs[:-count]
         if product.num_weights > 1:  # they are one that has all their rows
             tensors, needs = _joined(tensors, product.num_weights, tuple), _joined(needs, product.num_weights, any)
         *inputs, weight, bias = tensors
@@ -68,64 +73,76 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *more: Any) -> tuple[Tensor | None, ...]:
         asked, row_counts = grad_requests(ctx, ctx.count, first=_FIRST), ctx.row_counts
+        product, count = ctx.product, ctx.num_adapters
+        if count:
+            asked, asked_of_adapters = asked[:-count], asked[-count:]
         requests: Sequence[GradRequest] = asked
         if row_counts is None:
             *kept, weight = ctx.saved_tensors
         else:
             count, saved = len(row_counts), ctx.saved_tensors
             kept, weight, requests = saved[:-count], saved[-count:], _joined(asked, count, _request_of_any)
+        if ctx.num_adapters:
+            product, kept = product.of_pass(kept, asked_of_adapters)
         returns_rows, returns_x = ctx.prologue.returns
         came = more[0] if returns_rows else None, more[-1] if returns_x else None
-        layout = ctx.product.layout
+        layout = product.layout
         if layout is None or layout.by_row or dy is None:
-            grads = _alone(ctx, weight, kept, requests, dy, *came)
+            grads, of_adapters = _alone(ctx, product, weight, kept, requests, dy, *came)
         else:
-            grads = _over_ranks(ctx, weight, kept, requests, dy, *came)
-        return None, None, *(grads if row_counts is None else _of_parts(grads, row_counts, asked))
+            grads, of_adapters = _over_ranks(ctx, product, weight, kept, requests, dy, *came)
+        return None, None, *(grads if row_counts is None else _of_parts(grads, row_counts, asked)), *of_adapters
 
 
 def _alone(
-    ctx: Any, weight: Any, kept: Kept, requests: Sequence[GradRequest], dy: Tensor | None, drows: Tensor | None,
+    ctx: Any, product: Any, weight: Any, kept: Kept, requests: Sequence[GradRequest], dy: Tensor | None, drows: Tensor | None,
     dx: Tensor | None,
-) -> Grads:  # fmt: skip
-    """The prologue's backward makes the rows again, in its own pass."""
-    prologue, product = ctx.prologue, ctx.product
+) -> tuple[Grads, Grads]:  # fmt: skip
+    """The prologue's backward makes the rows again, in its own pass. Return all gradients, and those of adapters."""
+    prologue, adapts = ctx.prologue, ctx.num_adapters > 0 and dy is not None
     *of_inputs, of_weight, of_bias = requests
     asks_inputs, asks_weight = _any(of_inputs), of_weight is not SKIP and dy is not None
     later = product.deferred is not None and is_deferred(product.deferred, ctx.parameters[0], of_weight)
     vectors = None if ctx.vectors is None else _vectors(ctx, of_inputs)
     sums = None if dy is None or of_bias is SKIP else column_sums(dy)
     dy_operand = None
-    if dy is not None and (asks_inputs or asks_weight):
+    if dy is not None and (asks_inputs or asks_weight or adapts):
         drows, dy_operand = product.output_gradient(dy, weight, drows, asks_inputs, asks_weight, later=later)
     if asks_inputs or asks_weight:
         target = product.target if asks_weight else None
         made = prologue.backward(
             kept, vectors, drows if asks_inputs else None, dx, of_inputs,
-            rebuild=asks_weight and target is None, target=target, ours=dy is not None,
+            rebuild=target is None and (asks_weight or (adapts and product.asks_a)), target=target, ours=dy is not None,
         )  # fmt: skip
     else:
         made = PrologueGradients([None] * len(of_inputs))
     rows = product.start_input(prologue, kept, made, later=later) if asks_weight else None
     if vectors is None:
-        (dbias,), dweight = _put(ctx, rows, dy_operand, requests, sums, (), later)
-        return *made.inputs, dweight, dbias
+        adapters = _of_adapters(product, prologue, kept, made, dy) if adapts else ()
+        (dbias, *of_adapters), dweight = _put(ctx, product, rows, dy_operand, requests, sums, adapters, later)
+        return (*made.inputs, dweight, dbias), of_adapters
     inputs, count = list(made.inputs), len(prologue.vectors)
     pending = vectors.pending(made.into, *inputs[1 : 1 + count])
     with name_written(_written(prologue, vectors, made.into)):
-        (dbias, *put), dweight = _put(ctx, rows, dy_operand, requests, sums, pending, later)
-    inputs[1 : 1 + count] = vectors.autograd_grads(made.into, put)
-    return *inputs, dweight, dbias
+        adapters = _of_adapters(product, prologue, kept, made, dy) if adapts else ()
+        (dbias, *put), dweight = _put(ctx, product, rows, dy_operand, requests, sums, [*pending, *adapters], later)
+    inputs[1 : 1 + count] = vectors.autograd_grads(made.into, put[:count])
+    return (*inputs, dweight, dbias), put[count:]
+
+
+def _of_adapters(product: Any, prologue: Prologue, kept: Kept, made: PrologueGradients | None, dy: Tensor | None) -> Any:
+    """Make the gradients of adapters of the rows that the prologue's backward has made again, or of others."""
+    return product.gradients(dy, lambda: prologue.rows_again(kept) if made is None or made.rows is None else made.rows)
 
 
 def _over_ranks(
-    ctx: Any, weight: Any, kept: Kept, requests: Sequence[GradRequest], dy: Tensor, drows: Tensor | None,
+    ctx: Any, product: Any, weight: Any, kept: Kept, requests: Sequence[GradRequest], dy: Tensor, drows: Tensor | None,
     dx: Tensor | None,
-) -> Grads:  # fmt: skip
+) -> tuple[Grads, Grads]:  # fmt: skip
     """Rows come from all ranks under the product for their gradient, whose sum comes under the product for the weight."""
-    prologue, product = ctx.prologue, ctx.product
+    prologue = ctx.prologue
     *of_inputs, of_weight, of_bias = requests
     asks_inputs, asks_weight = _any(of_inputs), of_weight is not SKIP
     later = is_deferred(product.deferred, ctx.parameters[0], of_weight)
@@ -133,9 +150,10 @@ def _over_ranks(
     through, dy_operand = product.output_gradient(dy, weight, None, asks_inputs, asks_weight, later=later)
     summing = start_sum(through, product.layout) if asks_inputs else None
     sums = None if of_bias is SKIP else column_sums(dy)
-    (dbias,), dweight = _put(ctx, rows, dy_operand, requests, sums, (), later)
+    adapters = _of_adapters(product, prologue, kept, None, dy) if ctx.num_adapters else ()
+    (dbias, *of_adapters), dweight = _put(ctx, product, rows, dy_operand, requests, sums, adapters, later)
     if summing is None:
-        return *[None for _ in of_inputs], dweight, dbias
+        return (*[None for _ in of_inputs], dweight, dbias), of_adapters
     vectors, names = _vectors(ctx, of_inputs), zip(("weight", "bias"), ctx.parameters, requests[-2:], strict=True)
     written = [name for name, parameter, request in names if accumulates(parameter, request)]
     with name_written(written):
@@ -147,7 +165,7 @@ def _over_ranks(
         with name_written([*written, *_written(prologue, vectors, made.into)]):
             found = inputs[1 : 1 + len(prologue.vectors)]
             inputs[1 : 1 + len(prologue.vectors)] = vectors.put(made.into, *found)
-    return *inputs, dweight, dbias
+    return (*inputs, dweight, dbias), of_adapters
 
 
 def _joined(values: Sequence[Any], count: int, join: Callable[[Any], Any]) -> tuple[Any, ...]:
@@ -191,7 +209,7 @@ def _results(y: Tensor, prologue: Prologue, rows: Tensor | None, kept: Kept) -> 
 
 
 def _put(
-    ctx: Any, rows: Callable[[], Any] | None, dy: Any, requests: Sequence[GradRequest], sums: Tensor | None,
+    ctx: Any, product: Any, rows: Callable[[], Any] | None, dy: Any, requests: Sequence[GradRequest], sums: Tensor | None,
     vectors: Sequence[VectorSums | None], later: bool,
 ) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
     """Put gradients where they belong. Return what autograd gets of the bias and `vectors`, and of the weight.
@@ -206,9 +224,9 @@ def _put(
     if rows is None:
         work = None
     elif sums is None and not vectors:
-        return [None], ctx.product.weight_gradient(dy, rows, weight, weight_place, of_weight, later=later)
+        return [None], product.weight_gradient(dy, rows, weight, weight_place, of_weight, later=later)
     else:
-        work = partial(ctx.product.weight_gradient, dy, rows, weight, weight_place, of_weight, later=later)
+        work = partial(product.weight_gradient, dy, rows, weight, weight_place, of_weight, later=later)
     return vector_gradients([None if sums is None else (sums, bias, bias_place, of_bias), *vectors], work)
 
 
@@ -217,14 +235,28 @@ _apply = fast_apply(_Linear)
 
 # ---- for ops ----
 
-def run_linear(prologue: Prologue, product: Product, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Any:
+def run_linear(
+    prologue: Prologue, product: Product, inputs: Inputs, weight: Tensor, bias: Tensor | None, adapters: Sequence[LoRA] = ()
+) -> Any:  # fmt: skip
     """Return y, and after it what else the prologue returns."""
+    if adapters:
+        return _run_with_adapters(prologue, LoRAProduct.around(product, adapters, weight), inputs, weight, bias, adapters)
     if not (torch.is_grad_enabled() and (weight.requires_grad or needs_grad(bias, *inputs))):
         y, rows, kept, _ = product.forward(prologue, inputs, weight, bias, None)
         return _results(y, prologue, rows, kept)
     results = _apply(prologue, product, *inputs, weight, bias)
     product.mark_output(results[0] if isinstance(results, tuple) else results, bias)
     return results
+
+
+def _run_with_adapters(
+    prologue: Prologue, product: LoRAProduct, inputs: Inputs, weight: Tensor, bias: Tensor | None, adapters: Sequence[LoRA]
+) -> Any:  # fmt: skip
+    tensors = [tensor for adapter in adapters for tensor in (adapter.a, adapter.b)]
+    if needs_grad(weight, bias, *inputs, *tensors):
+        return _apply(prologue, product, *inputs, weight, bias, *tensors)
+    y, rows, kept, _ = product.bind(tensors, ()).forward(prologue, inputs, weight, bias, None)
+    return _results(y, prologue, rows, kept)
 
 
 def run_packed_linear(
@@ -238,13 +270,19 @@ def run_packed_linear(
     return _apply(prologue, product, *inputs, *weights, *biases)
 
 
-def is_plain(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
+def is_plain(product: Product, weight: Tensor, bias: Tensor | None, adapters: Sequence[LoRA] = ()) -> bool:
     """Whether F.linear does all that the product does: gradients go to autograd, and nothing to other ranks."""
     if not isinstance(product, PlainProduct) or product.layout is not None:
         return False
-    return under_functorch() or not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))
+    if under_functorch():
+        return True
+    if adapters and any([accumulates_elsewhere(tensor) for adapter in adapters for tensor in adapter[:2]]):
+        return False
+    return not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))
 
 
-def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, dtype: torch.dtype) -> Tensor:
+def multiply_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, dtype: torch.dtype, adapters: Sequence[LoRA] = ()
+) -> Tensor:  # fmt: skip
     """Return x @ weight.T + bias in `dtype`."""
-    return run_linear(product.rows_in(x.dtype, dtype), product, (x,), weight, bias)  # type: ignore[no-any-return]
+    return run_linear(product.rows_in(x.dtype, dtype), product, (x,), weight, bias, adapters)  # type: ignore[no-any-return]

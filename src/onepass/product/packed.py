@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.distributed.tensor_parallel import input_gradient
+from onepass.distributed.tensor_parallel import Start, input_gradient
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Needs, Prologue
@@ -40,12 +40,15 @@ class PackedProduct(PlainProduct):
 
     __slots__ = ()
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
+    def forward(
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+    ) -> Forward:  # fmt: skip
         rows, kept = prologue.rows(inputs, needs)
-        return _product_op(rows, weight, [part for part in bias if part is not None]), rows, kept, self
+        y = _product_op(rows, weight, [part for part in bias if part is not None])
+        return y if start is None else y + start(rows, y.shape[-1], None).view(y.shape), rows, kept, self
 
     def output_gradient(
-        self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+        self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool, ours: bool = False
     ) -> OutputGradient:  # fmt: skip
         drows = _gradient_op(dy, weight) if asks_rows else None
         return drows if came is None or drows is None else drows.add_(came), dy

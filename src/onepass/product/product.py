@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from onepass.distributed.tensor_parallel import TPLayout, row_gradients, rows_of, start_gather, tp_product
+from onepass.distributed.tensor_parallel import Start, TPLayout, row_gradients, rows_of, start_gather, tp_product
 from onepass.gradients.main_grad import GradRequest, weight_gradient
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.product.rows import rows_in
@@ -51,11 +51,11 @@ class ProductCall(Protocol):
         """
 
     def output_gradient(
-        self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+        self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool, ours: bool = False
     ) -> OutputGradient:  # fmt: skip
         """Make the rows' gradient, with what `came` for them otherwise. Collective where dy's rows are gathered.
 
-        A column-parallel layer's is a term of a sum over the ranks.
+        A column-parallel layer's is a term of a sum over the ranks. `ours`: what came may be written.
         """
 
     def weight_gradient(
@@ -86,8 +86,14 @@ class Product(Protocol):
     def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
         """Return the prologue of rows as they are, of one type, for a product of another."""
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
-        """Multiply. Of several weights `weight` and `bias` are tuples."""
+    @property
+    def num_adapters(self) -> int:
+        """How many tensors of adapters it takes after the weight and the bias (product/lora.py)."""
+
+    def forward(
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+    ) -> Forward:  # fmt: skip
+        """Multiply. Of several weights `weight` and `bias` are tuples. `start` makes what the product is added to."""
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         """Let the backward of the op that takes y know what this product takes as its gradient."""
@@ -102,13 +108,16 @@ class PlainProduct(NamedTuple):
     target: None = None
     takes_unrounded: bool = False
     num_weights: int = 1
+    num_adapters: int = 0
 
     def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
         return rows_in(x_type, dtype)
 
-    def forward(self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
+    def forward(
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+    ) -> Forward:  # fmt: skip
         rows, kept = prologue.rows(inputs, needs)
-        return tp_product(rows, weight, bias, self.layout), rows, kept, self
+        return tp_product(rows, weight, bias, self.layout, start), rows, kept, self
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         pass
@@ -123,14 +132,16 @@ class PlainProduct(NamedTuple):
         return (lambda: rows) if later else start_gather(rows, self.layout).wait
 
     def output_gradient(
-        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool,
+        ours: bool = False,
     ) -> OutputGradient:  # fmt: skip
         weight = cast(weight, dy.dtype) if asks_rows and weight is not None else None
-        if came is None or weight is None:
+        if came is None or weight is None or (self.layout is not None and self.layout.gathers_dy):
             whole, drows = row_gradients(dy, weight, asks_weight and not later, self.layout)
-            return drows, dy if later else whole
+            return drows if came is None or drows is None else drows.add_(came.view(drows.shape)), dy if later else whole
         rows = rows_of(dy)  # one rounding for both
-        return torch.addmm(came.reshape(rows.shape[0], weight.shape[1]), rows, weight).view(came.shape), dy
+        started = came.reshape(rows.shape[0], weight.shape[1])
+        return (started.addmm_ if ours else started.addmm)(rows, weight).view(came.shape), dy
 
     def weight_gradient(
         self, dy: Tensor, rows: Callable[[], Tensor], weight: Tensor, main_grad: Tensor | None, request: GradRequest,

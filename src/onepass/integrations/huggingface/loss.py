@@ -35,7 +35,7 @@ from onepass.integrations.trl import runs_onepass
 from onepass.ops.loss.head.plan import machine_speed
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
-from onepass.ops.loss.lora import LoRA
+from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import under_autocast
 
 _LEAVE = "leave this model's loss as it is (loss=False)"

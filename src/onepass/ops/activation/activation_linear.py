@@ -17,7 +17,7 @@ Eight bits: the activation goes from fp32 to codes, in its own pass, and backwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.ops.activation.sharding import shard_activation_linear
 from onepass.product.fp8.gradient import gradient_consumer
 from onepass.product.function import is_plain, multiply_rows, run_linear
+from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
 from onepass.runtime import saved
@@ -56,15 +57,17 @@ def activation_linear_reference(
     activation: str = "swiglu",
     clamp: float | None = None,
     linear_offset: float = 0.0,
+    lora: Adapters = None,
 ) -> Tensor:
     """Return y by the formula."""
     options = ActivationOptions(find_activation(activation).key, clamp, linear_offset)
-    return F.linear(activation_formula(x, activation_bias, token_weight, options).to(x.dtype), weight, bias)
+    rows = activation_formula(x, activation_bias, token_weight, options).to(x.dtype)
+    return add_adapters(F.linear(rows, weight, bias), rows, adapters_of(lora))
 
 
 def _traced(
     x: Tensor, activation_bias: Tensor | None, token_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
-    options: ActivationOptions, save: str, product: Product,
+    options: ActivationOptions, save: str, product: Product, adapters: Sequence[LoRA],
 ) -> Tensor:  # fmt: skip
     """Run the formula for a compiler or a transform: only how gradients get to main_grad and other ranks is opaque to it.
 
@@ -74,28 +77,28 @@ def _traced(
     rows = activation_by_formula(
         x, activation_bias, token_weight, options, torch.float32 if product.takes_unrounded else dtype, save
     )  # fmt: skip
-    if is_plain(product, weight, bias):
-        return tp_product(rows, weight, bias, None)
-    return multiply_rows(rows, weight, bias, product, dtype)
+    if is_plain(product, weight, bias, adapters):
+        return add_adapters(tp_product(rows, weight, bias, None), rows, adapters)
+    return multiply_rows(rows, weight, bias, product, dtype, adapters)
 
 
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(given: Mapping[str, Any]) -> tuple[Activation, DeferredWgrad | None]:
-    """Raise where an argument is wrong, else return the activation, and who defers the weight's gradient."""
+def _check(given: Mapping[str, Any]) -> tuple[Activation, DeferredWgrad | None, Sequence[LoRA]]:
+    """Raise where an argument is wrong, else return the activation, who defers the weight's gradient, and the adapters."""
     x = given["x"]
     act = kernels.check_activation(given, given["activation_bias"], "activation_bias")
     check_linear(x, x.shape[-1] // act.parts, given["weight"], given["bias"])
     if given["sequence_parallel"]:
         check_divisible(x, given["tp_group"])
-    return act, check_deferred(given["deferred"], given["weight"])
+    return act, check_deferred(given["deferred"], given["weight"]), check_adapters(given["lora"], x, given["weight"])
 
 
 def _variant(call: Call) -> str:
     """Describe the kernels of a call and their tiles."""
     description = kernels.activation_variant(call.x, find_activation(call.activation), call.save)
-    products = describe_products(call.precision, call.x, call.weight, call.deferred)
+    products = describe_products(call.precision, call.x, call.weight, call.deferred) + describe_adapters(call.lora)
     return f"{description}; {products}; the activation is rebuilt in backward"
 
 
@@ -114,6 +117,7 @@ def activation_linear(
     sequence_parallel: bool = False,
     deferred: DeferredWgrad | None = None,
     precision: Precision = None,
+    lora: Adapters = None,
     backend: str | None = None,
 ) -> Tensor:
     """Apply an activation and the linear layer after it; only x is kept for backward, which rebuilds the activation.
@@ -135,6 +139,7 @@ def activation_linear(
             must carry main_grad.
         precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
             sequence_parallel y's gradient is gathered in eight bits too, at a scale that the ranks share.
+        lora: an `onepass.LoRA` of the weight, or a sequence of them, each of which may change some of the weight's rows.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -143,11 +148,11 @@ def activation_linear(
     given = {
         "x": x, "weight": weight, "bias": bias, "activation": activation, "activation_bias": activation_bias,
         "token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset, "save": save, "tp_group": tp_group,
-        "sequence_parallel": sequence_parallel, "deferred": deferred, "precision": precision,
+        "sequence_parallel": sequence_parallel, "deferred": deferred, "precision": precision, "lora": lora,
     }  # fmt: skip
     if has_dtensor(x, weight):
         return run_on_shards("activation_linear", **given, backend=backend)  # type: ignore[no-any-return]
-    act, deferred = _check(given)
+    act, deferred, adapters = _check(given)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
         kernels.check_finite(x)
@@ -159,12 +164,12 @@ def activation_linear(
     product = product_for(precision, x, weight, layout, deferred)
     options = ActivationOptions(act.key, clamp, float(linear_offset) if linear_offset else None)
     if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
-        return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product)
+        return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product, adapters)
     stored = saved.saved_format(x, save, act.parts)
     consumer = gradient_consumer(x) if product.takes_unrounded else None
     prologue = ActivationRows(options, use_triton, stored, product_type(x), consumer)
     inputs = x, contiguous_param(activation_bias), None if token_weight is None else token_weight.contiguous()
-    return run_linear(prologue, product, inputs, weight, bias)  # type: ignore[no-any-return]
+    return run_linear(prologue, product, inputs, weight, bias, adapters)  # type: ignore[no-any-return]
 
 
 define_op(

@@ -17,6 +17,7 @@ from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
+from onepass.product.samples import LoRASample, random_lora, with_lora
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import (
@@ -44,6 +45,12 @@ SAMPLES = {
         activation_linear_reference,
         {"activation": "swiglu"},
         keywords=("activation_bias", "token_weight"),
+    ),
+    "activation_linear: lora": LoRASample(
+        partial(random_tensors, ((3, 13, 406), (29, 203), (29,), (5, 203), (29, 5))),
+        activation_linear_reference,
+        {"activation": "swiglu"},
+        keywords=("x", "weight", "bias", "lora.a", "lora.b"),
     ),
     "bias_activation": Sample(_tensors, bias_activation_reference, {"activation": "swiglu"}, keywords=("token_weight",)),
     "bias_activation: linear": Sample(
@@ -109,10 +116,12 @@ def _random_activation_linear(draw: Draw) -> RandomCall:
     width = draw.width(precision=precision)
     tensors, options = _random_activation("activation_bias", dtype, width, draw)
     tensors |= linear_tensors(draw, width, dtype, precision)
+    tensors |= random_lora(draw, "lora", tensors["weight"].shape[0], width, dtype)
     save = draw.choose(_SAVES, (8, 2, 1))
     formula = partial(activation_linear_reference, **options)
     given, error = {**options, "save": save, "precision": precision}, fp8_error(precision)
-    return RandomCall(tensors, given, formula, True, gradients=_FP8_ERROR * (save == "fp8"), results=error)
+    gradients = _FP8_ERROR * (save == "fp8")
+    return RandomCall(tensors, given, formula, True, gradients=gradients, results=error, arguments=with_lora)
 
 
 RANDOM_CALLS = {"bias_activation": _random_bias_activation, "activation_linear": _random_activation_linear}

@@ -40,7 +40,7 @@ def shard_bias_activation(given: dict[str, Any], at: Mapping[str, Split], ranks:
 
 def shard_activation_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided where the weight is whole. Its rows divide y's columns; its columns divide x's and make y a sum."""
-    refuse(given, "tp_group", "deferred", "precision")
+    refuse(given, "tp_group", "deferred", "precision", "lora")
     x, weight = given["x"], given["weight"]
     last = x.dim() - 1
     if at["weight"] == 0:

@@ -63,7 +63,7 @@ def _variant(call: Call) -> str:
     return ", ".join(parts)
 
 
-def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
+def check_linear_call(given: Mapping[str, Any]) -> DeferredWgrad | None:
     """Raise where an argument is wrong, else return who defers the weight's gradient."""
     x, weight = given["x"], given["weight"]
     check_floating("x", x)
@@ -145,7 +145,7 @@ def linear(
     }  # fmt: skip
     if has_dtensor(x, weight):
         return run_on_shards("linear", **given, backend=backend)  # type: ignore[no-any-return]
-    deferred = _check(given)
+    deferred = check_linear_call(given)
     chosen = choose("linear", backend, None)
     if chosen not in NATIVE:
         return run_other("linear", chosen, **given)  # type: ignore[no-any-return]
@@ -161,7 +161,7 @@ def linear(
 
 define_op(
     linear,
-    check=lambda call: _check(vars(call)),
+    check=lambda call: check_linear_call(vars(call)),
     unsupported=lambda call: None,  # PyTorch's products run everywhere
     variant=_variant,
     sharding=shard_linear,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ from onepass.ops.loss import row_kernels, whole_row_kernels
 from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_reference
 from onepass.ops.loss.formula import STATISTICS, LossTerms, check_statistics
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from onepass.ops.loss.lora import LoRA
 from onepass.ops.loss.targets import VocabColumns
+from onepass.product.samples import LoRASample, random_lora, with_lora
 from onepass.runtime.random_calls import FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,
@@ -47,36 +46,9 @@ def _with_head_and_probabilities(device: torch.device, dtype: torch.dtype) -> tu
     return *random_tensors(((11, 61), (203, 61)), device, dtype), targets, weight
 
 
-def with_lora(named: dict[str, Tensor]) -> dict[str, Any]:
-    """Make a LoRA of the tensors whose names end in ".a" and ".b", if there are such."""
-    arguments: dict[str, Any] = dict(named)
-    for lora in [name.removesuffix(".a") for name in named if name.endswith(".a")]:
-        arguments[lora] = LoRA(arguments.pop(f"{lora}.a"), arguments.pop(f"{lora}.b"), 0.7)
-    return arguments
-
-
-def random_lora(draw: Draw, name: str, vocabulary: int, width: int, dtype: torch.dtype) -> dict[str, RandomTensor]:
-    """Return a LoRA's parts, or none."""
-    if not draw.flag(0.3):
-        return {}
-    rank, kind = draw.choose((4, 1, 9)), draw.choose((dtype, torch.promote_types(dtype, FP32)))
-    return {
-        f"{name}.a": RandomTensor((rank, width), kind, "tame weight", top=width),
-        f"{name}.b": RandomTensor((vocabulary, rank), kind, "tame weight", top=rank),
-    }
-
-
 def lora_floor(dtype: torch.dtype) -> float:
     """An absolute error of a LoRA's a's gradient, for inputs of size 1: logits' gradients times b are rounded to 16 bits."""
     return 2.0**-24 if dtype is torch.float16 else 0.0
-
-
-@dataclass(frozen=True)
-class LoRASample(Sample):
-    """A call with LoRA. All tensors have keywords, and those of its a and b end in ".a" and ".b"."""
-
-    def call(self, function: Callable[..., Any], *tensors: Tensor, **more: Any) -> Any:
-        return function(**with_lora(dict(zip(self.keywords, tensors, strict=True))), **self.options, **more)
 
 
 SAMPLES = {
@@ -214,7 +186,7 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         tensors["bias"] = RandomTensor((vocabulary,), dtype, "tame", True)
     if draw.flag(0.3):
         tensors["token_weight"] = RandomTensor(lead, FP32, "positive")
-    tensors |= random_lora(draw, "lora", vocabulary, width, dtype)
+    tensors |= random_lora(draw, "lora", vocabulary, width, dtype, "tame weight")
     options |= {
         "softcap": draw.choose((None, 5.0)),
         "logit_scale": draw.choose((1.0, 0.25)),

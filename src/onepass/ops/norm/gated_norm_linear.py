@@ -13,7 +13,7 @@ Products as in ops/norm/norm_linear.py. Eight bits: g is cast, by a pass of its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from onepass.ops.norm.gated_kernels import GatedNormOptions
 from onepass.ops.norm.gated_norm import check_gated_norm, gated_formula, gated_options, unsupported
 from onepass.ops.norm.gated_rows import GatedNormRows, gated_by_formula
 from onepass.product.function import is_plain, multiply_rows, run_linear
+from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -64,11 +65,13 @@ def gated_norm_linear_reference(
     activation: str = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
+    lora: Adapters = None,
 ) -> Tensor:
     """Return y by the formula, for every type."""
     options, head = _options(x, norm_weight, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     x_heads, z_heads = (t.unflatten(-1, (-1, head)) for t in (x, z))
-    return F.linear(gated_formula(x_heads, norm_weight, z_heads, options).flatten(-2), weight, bias)
+    rows = gated_formula(x_heads, norm_weight, z_heads, options).flatten(-2)
+    return add_adapters(F.linear(rows, weight, bias), rows, adapters_of(lora))
 
 
 def _options(
@@ -82,22 +85,22 @@ def _options(
 
 def _traced(
     x: Tensor, z: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, options: GatedNormOptions, head: int,
-    product: Product,
+    product: Product, adapters: Sequence[LoRA],
 ) -> Tensor:  # fmt: skip
     """Run the formula for a compiler or a transform: only how gradients get to main_grad and other ranks is opaque to it."""
     x_heads, z_heads = (t.unflatten(-1, (-1, head)) for t in (x, z))
     wide = torch.float32 if product.takes_unrounded else None
     rows, dtype = gated_by_formula(x_heads, norm_weight, z_heads, options, wide).flatten(-2), product_type(x)
-    if is_plain(product, weight, bias):
-        return F.linear(rows, weight, bias)
-    return multiply_rows(rows if product.takes_unrounded else rows.to(dtype), weight, bias, product, dtype)
+    if is_plain(product, weight, bias, adapters):
+        return add_adapters(F.linear(rows, weight, bias), rows, adapters)
+    return multiply_rows(rows if product.takes_unrounded else rows.to(dtype), weight, bias, product, dtype, adapters)
 
 
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
-    """Raise where an argument is wrong, else return who defers the weight's gradient."""
+def _check(given: Mapping[str, Any]) -> tuple[DeferredWgrad | None, Sequence[LoRA]]:
+    """Raise where an argument is wrong, else return who defers the weight's gradient, and the adapters."""
     x = given["x"]
     check_gated_norm(given, "norm_weight", shared=True)
     check_linear(x, x.shape[-1], given["weight"], given["bias"])
@@ -105,7 +108,7 @@ def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
         raise ValueError("group_size must be given with a tp_group of several ranks: none of them has a row to normalise")
     if given["sequence_parallel"]:
         check_divisible(x, given["tp_group"])
-    return check_deferred(given["deferred"], given["weight"])
+    return check_deferred(given["deferred"], given["weight"]), check_adapters(given["lora"], x, given["weight"])
 
 
 def _variant(call: Call) -> str:
@@ -119,7 +122,7 @@ def _variant(call: Call) -> str:
     H = head // options.groups
     ahead = kernels.gated_forward_tiles(H, x.element_size())
     back = kernels.backward_tiles_for(x, z, options._replace(groups=x.shape[-1] // H))
-    products = describe_products(call.precision, x, call.weight, call.deferred)
+    products = describe_products(call.precision, x, call.weight, call.deferred) + describe_adapters(call.lora)
     return (
         f"forward with {ahead.block_m} rows a program, in registers; backward with {back.block_m} at a time; {products}; "
         "the gated rows are rebuilt in backward"
@@ -128,7 +131,7 @@ def _variant(call: Call) -> str:
 
 def shard_gated_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided where the weight is whole. Its rows divide y's columns; its columns divide groups and make y a sum."""
-    refuse(given, "tp_group", "deferred", "precision")
+    refuse(given, "tp_group", "deferred", "precision", "lora")
     x, weight, norm_weight, width = given["x"], given["weight"], given["norm_weight"], given["group_size"]
     last = x.dim() - 1
     if at["weight"] == 0:
@@ -161,6 +164,7 @@ def gated_norm_linear(
     sequence_parallel: bool = False,
     deferred: DeferredWgrad | None = None,
     precision: Precision = None,
+    lora: Adapters = None,
     backend: str | None = None,
 ) -> Tensor:
     """Apply RMSNorm, a gate and a linear layer, ``linear(rms_norm(x) * norm_weight * silu(z))``; x and z are kept for backward.
@@ -179,6 +183,7 @@ def gated_norm_linear(
         deferred: keeps the rebuilt rows and y's gradient until its `flush`, which makes the weight's gradient. The weight must
             carry main_grad.
         precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's.
+        lora: an `onepass.LoRA` of the weight, or a sequence of them, each of which may change some of the weight's rows.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -188,11 +193,11 @@ def gated_norm_linear(
         "x": x, "z": z, "norm_weight": norm_weight, "weight": weight, "bias": bias, "eps": eps,
         "zero_centered_gamma": zero_centered_gamma, "activation": activation, "norm_before_gate": norm_before_gate,
         "group_size": group_size, "tp_group": tp_group, "sequence_parallel": sequence_parallel, "deferred": deferred,
-        "precision": precision,
+        "precision": precision, "lora": lora,
     }  # fmt: skip
     if has_dtensor(x, z, weight):
         return run_on_shards("gated_norm_linear", **given, backend=backend)  # type: ignore[no-any-return]
-    deferred = _check(given)
+    deferred, adapters = _check(given)
     chosen = choose("gated_norm_linear", backend, unsupported(x, group_size))
     if chosen not in NATIVE:
         return run_other("gated_norm_linear", chosen, **given)  # type: ignore[no-any-return]
@@ -200,9 +205,9 @@ def gated_norm_linear(
     product = product_for(precision, x, weight, layout, deferred)
     options, head = _options(x, norm_weight, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
-        return _traced(x, z, with_fp32_grad(norm_weight), weight, bias, options, head, product)
+        return _traced(x, z, with_fp32_grad(norm_weight), weight, bias, options, head, product, adapters)
     prologue = GatedNormRows(options, head, chosen == "triton" and x.numel() > 0, product_type(x))
-    return run_linear(prologue, product, (x, contiguous_param(norm_weight), z), weight, bias)  # type: ignore[no-any-return]
+    return run_linear(prologue, product, (x, contiguous_param(norm_weight), z), weight, bias, adapters)  # type: ignore[no-any-return]
 
 
 define_op(

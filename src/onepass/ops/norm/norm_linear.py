@@ -16,7 +16,7 @@ Eight bits: norm(h) goes from fp32 to codes, in the norm's pass, and backward wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from onepass.ops.norm import kernels
 from onepass.ops.norm.formula import DEFAULT_EPS, NormOptions, add_rounded, norm_formula
 from onepass.ops.norm.norm_rows import norm_rows
 from onepass.product.function import is_plain, multiply_rows, run_linear
+from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -60,14 +61,14 @@ NORMS = tuple(DEFAULT_EPS)
 def norm_linear_reference(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, norm_bias: Tensor | None = None,
     *, norm: str = "rms_norm", eps: float | None = None, zero_centered_gamma: bool = False, return_norm_output: bool = False,
-    residual: Tensor | None = None, return_input: bool = False, stored: torch.dtype | None = None,
+    residual: Tensor | None = None, return_input: bool = False, lora: Adapters = None, stored: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The formula, for every type: y, or (y, norm(h)), (y, h) or (y, norm(h), h). `stored` is the type that h is rounded to, x's
     own unless said otherwise."""
     options = _options(norm, eps, zero_centered_gamma)
     wide, h = _normed(x, residual, norm_weight, norm_bias, *options, stored or x.dtype)
     normed = wide.to(x.dtype)
-    y = F.linear(normed, weight, bias)
+    y = add_adapters(F.linear(normed, weight, bias), normed, adapters_of(lora))
     return _returned(y, normed if return_norm_output else None, h if residual is not None or return_input else None)
 
 
@@ -92,7 +93,7 @@ def _returned(y: Tensor, normed: Tensor | None, h: Tensor | None) -> Tensor | tu
 
 def _traced(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, residual: Tensor | None, weight: Tensor, bias: Tensor | None,
-    options: NormOptions, returns: tuple[bool, bool], product: Product,
+    options: NormOptions, returns: tuple[bool, bool], product: Product, adapters: Sequence[LoRA],
 ) -> Any:  # fmt: skip
     """The formula for a compiler or a transform, which sees all of it but how gradients get to main_grad and to other ranks.
 
@@ -101,11 +102,11 @@ def _traced(
     wide, h = _normed(x, residual, norm_weight, norm_bias, *options, x.dtype)
     normed = wide.to(x.dtype)
     if product.takes_unrounded:
-        y = multiply_rows(wide, weight, bias, product, product_type(x))
-    elif is_plain(product, weight, bias):
-        y = F.linear(normed, weight, bias)
+        y = multiply_rows(wide, weight, bias, product, product_type(x), adapters)
+    elif is_plain(product, weight, bias, adapters):
+        y = add_adapters(F.linear(normed, weight, bias), normed, adapters)
     else:
-        y = multiply_rows(normed.to(product_type(x)), weight, bias, product, product_type(x))
+        y = multiply_rows(normed.to(product_type(x)), weight, bias, product, product_type(x), adapters)
     return _returned(y, normed if returns[0] else None, h if returns[1] else None)
 
 
@@ -117,12 +118,12 @@ def _variant(call: Call) -> str:
     layer = call.norm == "layer_norm"
     description = kernels.norm_variant(call.x, call.residual, call.norm_weight, call.norm_bias, layer, False, rebuilds=True)
     rebuilt = "norm(x)" if call.residual is None else "norm(h)"
-    products = describe_products(call.precision, call.x, call.weight, call.deferred)
+    products = describe_products(call.precision, call.x, call.weight, call.deferred) + describe_adapters(call.lora)
     return f"{description}; {products}; {rebuilt} is rebuilt in backward"
 
 
-def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
-    """Raise where an argument is wrong, else return who defers the weight's gradient."""
+def _check(given: Mapping[str, Any]) -> tuple[DeferredWgrad | None, Sequence[LoRA]]:
+    """Raise where an argument is wrong, else return who defers the weight's gradient, and the adapters."""
     x, norm, eps = given["x"], given["norm"], given["eps"]
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, but is {norm!r}")
@@ -138,12 +139,12 @@ def _check(given: Mapping[str, Any]) -> DeferredWgrad | None:
             raise ValueError("norm_bias needs norm='layer_norm': an RMSNorm has no bias")
         check_vector("norm_bias", given["norm_bias"], x)
     check_linear(x, x.shape[-1], given["weight"], given["bias"])
-    return check_deferred(given["deferred"], given["weight"])
+    return check_deferred(given["deferred"], given["weight"]), check_adapters(given["lora"], x, given["weight"])
 
 
 def shard_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided where the weight is whole; a weight divided by rows is Megatron's column-parallel one."""
-    refuse(given, "tp_group", "deferred", "precision")
+    refuse(given, "tp_group", "deferred", "precision", "lora")
     x, weight, rows = given["x"], given["weight"], rows_split(given, at, "x", "residual")
     if at["weight"] == WHOLE:
         return by_rows(given, at, ("x", "residual"), ("norm_weight", "norm_bias", "weight", "bias"))
@@ -182,6 +183,7 @@ def norm_linear(
     sequence_parallel: bool = False,
     deferred: DeferredWgrad | None = None,
     precision: Precision = None,
+    lora: Adapters = None,
     backend: str | None = None,
 ) -> Any:
     """A norm and the linear layer after it, of x or of its sum with a residual; only the norm's input, h, is kept for backward,
@@ -208,6 +210,7 @@ def norm_linear(
             main_grad.
         precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
             sequence_parallel norm(h) is gathered in eight bits too, at a scale that the ranks share.
+        lora: an `onepass.LoRA` of the weight, or a sequence of them, each of which may change some of the weight's rows.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
@@ -218,11 +221,11 @@ def norm_linear(
         "x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "residual": residual, "norm": norm,
         "norm_bias": norm_bias, "eps": eps, "zero_centered_gamma": zero_centered_gamma, "return_norm_output": return_norm_output,
         "return_input": return_input, "tp_group": tp_group, "sequence_parallel": sequence_parallel, "deferred": deferred,
-        "precision": precision,
+        "precision": precision, "lora": lora,
     }  # fmt: skip
     if has_dtensor(x, weight):
         return run_on_shards("norm_linear", **given, backend=backend)
-    deferred = _check(given)
+    deferred, adapters = _check(given)
     chosen = choose("norm_linear", backend, kernels.norm_unsupported(x))
     options = _options(norm, eps, zero_centered_gamma)
     if chosen not in NATIVE:
@@ -233,10 +236,10 @@ def norm_linear(
     product = product_for(precision, x, weight, layout, deferred)
     if not use_triton and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
         norm_weight, norm_bias = with_fp32_grads(norm_weight, norm_bias)
-        return _traced(x, norm_weight, norm_bias, residual, weight, bias, options, returns, product)
+        return _traced(x, norm_weight, norm_bias, residual, weight, bias, options, returns, product, adapters)
     prologue = norm_rows(x, residual, options, product_type(x), use_triton, returns)
     inputs = x, contiguous_param(norm_weight), contiguous_param(norm_bias), residual
-    return run_linear(prologue, product, inputs, weight, bias)
+    return run_linear(prologue, product, inputs, weight, bias, adapters)
 
 
 define_op(

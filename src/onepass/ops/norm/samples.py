@@ -17,6 +17,7 @@ from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from onepass.ops.norm.gated_norm_linear import gated_norm_linear, gated_norm_linear_reference
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
+from onepass.product.samples import LoRASample, random_lora, with_lora
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import (
@@ -58,6 +59,11 @@ SAMPLES = {
         partial(random_tensors, ((11, 203), (11, 203), (203,), (29, 203))),
         gated_norm_linear_reference,
         {"norm_before_gate": False, "group_size": 29},
+    ),
+    "norm_linear: lora": LoRASample(
+        partial(random_tensors, ((11, 203), (203,), (29, 203), (5, 203), (29, 5))),
+        norm_linear_reference,
+        keywords=("x", "norm_weight", "weight", "lora.a", "lora.b"),
     ),
     "norm_linear: all outputs": Sample(
         partial(random_tensors, ((3, 5, 203), (203,), (29, 203), (29,), (203,), (3, 5, 203))),
@@ -140,6 +146,7 @@ def _random_norm_linear(draw: Draw) -> RandomCall:
     if draw.flag(0.8):
         tensors["norm_weight"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
     tensors |= linear_tensors(draw, width, dtype, precision)
+    tensors |= random_lora(draw, "lora", tensors["weight"].shape[0], width, dtype)
     if norm == "layer_norm" and draw.flag():
         tensors["norm_bias"] = RandomTensor((width,), draw.beside(dtype), parameter=True)
     if draw.flag(0.3):
@@ -154,7 +161,7 @@ def _random_norm_linear(draw: Draw) -> RandomCall:
     missing: dict[str, Any] = {} if "norm_weight" in tensors else {"norm_weight": None}
     formula = partial(norm_linear_reference, stored=dtype, **missing, **options)
     given = {**missing, **options, "precision": precision}
-    return RandomCall(tensors, given, formula, products=True, results=fp8_error(precision))
+    return RandomCall(tensors, given, formula, products=True, results=fp8_error(precision), arguments=with_lora)
 
 
 def _random_gated_norm_linear(draw: Draw) -> RandomCall:
@@ -167,10 +174,11 @@ def _random_gated_norm_linear(draw: Draw) -> RandomCall:
         shared = group_size is not None and draw.flag()
         gated.tensors["norm_weight"] = replace(norm_weight, shape=(group_size if shared else width,))
     tensors = gated.tensors | linear_tensors(draw, width, dtype, precision)
+    tensors |= random_lora(draw, "lora", tensors["weight"].shape[0], width, dtype)
     missing: dict[str, Any] = {} if norm_weight is not None else {"norm_weight": None}
     formula = partial(gated_norm_linear_reference, **missing, **gated.options)
     given = {**missing, **gated.options, "precision": precision}
-    return RandomCall(tensors, given, formula, products=True, results=fp8_error(precision))
+    return RandomCall(tensors, given, formula, products=True, results=fp8_error(precision), arguments=with_lora)
 
 
 RANDOM_CALLS = {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.distributed.tensor_parallel import TPLayout
+from onepass.distributed.tensor_parallel import Start, TPLayout
 from onepass.gradients.main_grad import GradRequest, put_gradient
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.product.fp8.product import PRODUCT, FP8Call, FP8Product, start_transposed
@@ -166,7 +166,8 @@ class CompiledFP8Call(NamedTuple):
         return start_transposed(prologue, kept, made, self.target, self.x_inverse)
 
     def output_gradient(
-        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool,
+        ours: bool = False,
     ) -> OutputGradient:  # fmt: skip
         drows, codes, inverse = _output_gradient_op(dy, self.weights, self.factors, asks_rows, asks_weight, self.recipe)
         operand = dy if codes is None or inverse is None else FP8Operand(codes, inverse)
@@ -188,16 +189,22 @@ class CompiledFP8Product(NamedTuple):
     num_weights: int = 1
 
     takes_unrounded: bool = True
+    num_adapters: int = 0
 
     def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
         return GraphRows(x_type, dtype)
 
-    def forward(self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
+    def forward(
+        self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+    ) -> Forward:  # fmt: skip
         rows, recipe = prologue.rows(inputs, None)[0] if prologue.returns[0] else None, self.recipe
         weights, biases = (weight, bias) if self.num_weights > 1 else ((weight,), (bias,))
         biases = [bias for bias in biases if bias is not None]
         (y, x_inverse, x_scale, factors), kept = prologue.in_graph(inputs, weights, biases, recipe, needs=needs)
         target = FP8Target(E4M3, x_scale) if recipe.has_wgrad else None
+        if start is not None:
+            wide = prologue.rows(inputs, None)[0] if rows is None else rows
+            y = y + start(wide, y.shape[-1], None).view(y.shape)
         return y, rows, kept, CompiledFP8Call(weights, recipe, x_inverse, target, factors)
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:

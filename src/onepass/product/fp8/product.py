@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onepass.distributed.collectives import start_all_gather
-from onepass.distributed.tensor_parallel import TPLayout, rows_of, start_sum
+from onepass.distributed.tensor_parallel import Start, TPLayout, rows_of, start_gather, start_sum
 from onepass.gradients.main_grad import (
     GradientKind,
     GradRequest,
@@ -146,7 +146,8 @@ class FP8Call(NamedTuple):
         return lambda: coming.wait().transposed()
 
     def output_gradient(
-        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool
+        self, dy: Tensor, weight: Tensor | None, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool,
+        ours: bool = False,
     ) -> OutputGradient:  # fmt: skip
         self.state.check_unchanged(self.version)
         in_fp8 = asks_weight and self.state.recipe.has_wgrad
@@ -157,12 +158,12 @@ class FP8Call(NamedTuple):
             drows = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy) if asks_rows else None
             operand = FP8Operand(dy.transposed, dy.inverse_scale) if in_fp8 else dy
         elif asks_rows or in_fp8:
-            ours, transposed = self.state.cast("gradient", rows_of(dy), codes=asks_rows, transposed=in_fp8)
-            drows = None if ours is None else self._input_gradient(ours, weight, dy)
+            codes, transposed = self.state.cast("gradient", rows_of(dy), codes=asks_rows, transposed=in_fp8)
+            drows = None if codes is None else self._input_gradient(codes, weight, dy)
             operand = transposed if in_fp8 else dy
         else:
             drows, operand = None, dy
-        return drows if came is None or drows is None else drows.add_(came), operand
+        return drows if came is None or drows is None else drows.add_(came.view(drows.shape)), operand
 
     def _input_gradient(self, ours: FP8Operand, weight: Tensor | None, dy: Tensor) -> Tensor:
         assert weight is not None
@@ -242,11 +243,14 @@ class FP8Product(NamedTuple):
 
     takes_unrounded: bool = True
     num_weights: int = 1
+    num_adapters: int = 0
 
     def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
         return FP8Rows(x_type, dtype)
 
-    def forward(self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs) -> Forward:
+    def forward(
+        self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+    ) -> Forward:  # fmt: skip
         state, layout, rows = self.state, self.layout, None
         state.update(weight)
         if prologue.returns[0]:  # by a pass of their own: codes are those of unrounded rows, whoever else takes these
@@ -267,6 +271,9 @@ class FP8Product(NamedTuple):
         of_weight, factors = state.rows(weight)
         fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
         y = multiply(whole, of_weight, dtype, fast=fast).view(*shape, -1)
+        if start is not None:
+            wide = prologue.rows(inputs, None)[0] if rows is None else rows
+            y.add_(start(start_gather(wide, layout).wait(), y.shape[-1], None).view(y.shape))
         if layout is not None and layout.by_row:
             y = start_sum(y, layout).wait()
         call = FP8Call(state, state.version, ours.inverse, target.scale, factors, layout, self.deferred)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from onepass.ops.loss.lora import LoRA, cast_lora
+from onepass.ops.loss.lora import cast_lora
+from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import cast
 from onepass.runtime.sizes import ceil_div
 

@@ -31,7 +31,7 @@ from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.kept_rows import KeptRows, can_count
 from onepass.ops.loss.linear_cross_entropy.autograd import apply
 from onepass.ops.loss.linear_cross_entropy.row_loss import plan_call
-from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
+from onepass.ops.loss.lora import cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import (
     can_validate_labels,
     check_labels,
@@ -51,6 +51,7 @@ from onepass.ops.loss.targets import (
     row_weights,
     split_labels,
 )
+from onepass.product.lora import LoRA
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear, check_number, check_per_token
 from onepass.runtime.dispatch import cast, needs_dispatcher, needs_grad, product_type, under_functorch

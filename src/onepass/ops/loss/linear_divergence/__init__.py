@@ -30,9 +30,10 @@ from onepass.ops.loss.head.operands import HeadTensors
 from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.linear_divergence.formula import KINDS, DivergenceOptions, DivergenceTerms, row_divergences
 from onepass.ops.loss.linear_divergence.row_loss import apply, plan_call
-from onepass.ops.loss.lora import LoRA, cast_lora, check_lora, head_logits
+from onepass.ops.loss.lora import cast_lora, check_lora, head_logits
 from onepass.ops.loss.reduction import check_labels, check_logits, check_reduction, check_terms
 from onepass.ops.loss.sharding import shard_linear_divergence
+from onepass.product.lora import LoRA
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_linear, check_number
 from onepass.runtime.dispatch import cast, needs_grad, product_type, under_functorch

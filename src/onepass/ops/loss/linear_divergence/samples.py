@@ -12,7 +12,8 @@ from torch import Tensor
 from onepass.ops.loss.linear_divergence import kernels, linear_divergence, linear_divergence_reference
 from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
 from onepass.ops.loss.linear_divergence.rows import LogitRows
-from onepass.ops.loss.samples import LoRASample, lora_floor, random_lora, with_lora
+from onepass.ops.loss.samples import lora_floor
+from onepass.product.samples import LoRASample, random_lora, with_lora
 from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import CoveringCall, Sample, give_main_grad, meta, random_tensors
 from onepass.runtime.sizes import ceil_div
@@ -75,7 +76,7 @@ def _random_divergence(draw: Draw) -> RandomCall:
         tensors[f"{head}_weight"] = RandomTensor((vocabulary, width), dtype, "tame weight", head == "student", width)
         if draw.flag(0.3):
             tensors[f"{head}_bias"] = RandomTensor((vocabulary,), dtype, "tame", head == "student")
-    tensors |= random_lora(draw, "student_lora", vocabulary, widths[0], dtype)
+    tensors |= random_lora(draw, "student_lora", vocabulary, widths[0], dtype, "tame weight")
     if draw.flag():
         tensors["labels"] = RandomTensor(lead, torch.int64, "labels", False, vocabulary, ignore_index)
 
