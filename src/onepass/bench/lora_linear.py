@@ -44,7 +44,7 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     if case.variant == "fp32":
         a, b = nn.Parameter(a.detach().float()), nn.Parameter(b.detach().float())
     with torch.no_grad():
-        b *= 0.1
+        b.mul_(0.1)
     tensors = {"x": random.input(tokens, inner), "weight": weight.requires_grad_(False), "lora_a": a, "lora_b": b}
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)})
 
