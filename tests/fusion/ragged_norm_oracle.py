@@ -1,28 +1,20 @@
-"""The oracle of ragged_norm: `judge_case` decides whether a module computes a case within the error budget.
-
-`module` is the real module or a mutant. The real module must pass every case, and each mutant must fail one.
-"""
+"""The oracle of ragged_norm (see `ops.oracle`)."""
 
 import contextlib
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from ops.bias_activation_oracle import laid_out
-from ops.norm_oracle import Counters, modules_of
+from ops.oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Counters, NamedCase, broken, laid_out, modules_of, normals, replaced
 
 from onepass.ops.norm.ragged import ragged_norm as real
 from onepass.runtime.backend import use_backend
-from onepass.testing.budget import BudgetReport, Finding, compare
+from onepass.testing.budget import BudgetReport, compare
 from onepass.testing.poison import poisoned, unchanged
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One forward and one backward call. `multiprocessors`: of the GPU that the work is divided for."""
 
     widths: tuple[int, ...] = (5, 16, 40, 100)
@@ -42,11 +34,6 @@ class Case:
     eps: float = 1e-5
     mean: float = 0.0
 
-    def __str__(self) -> str:
-        plain = Case()
-        said = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)]
-        return "-".join(said).replace("torch.", "") or "plain"
-
     @property
     def norm(self) -> str:
         return "layer_norm" if self.layer else "rms_norm"
@@ -54,10 +41,10 @@ class Case:
 
 def draw(case: Case, seed: int = 0):
     """Return xs, weights, biases and dys. They are drawn on the CPU, so every machine gets the same values."""
-    generator = torch.Generator().manual_seed(seed)
+    normal = normals(seed)
 
     def randn(*shape, dtype=case.dtype):
-        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+        return normal(*shape).to(dtype).to(DEVICE)
 
     def lanes(layout):
         whole = (randn(*case.lead, sum(case.widths), dtype=FP32) + case.mean).to(case.dtype)
@@ -82,21 +69,15 @@ def small(module, case: Case):
     """Patch the module to small tiles on a GPU of a few multiprocessors. Yield the counters, which must stay 0."""
     modules = modules_of(module)
     kernels, lanes = modules["onepass.ops.norm.ragged.kernels"], modules["onepass.ops.norm.ragged.lanes"]
-    if DEVICE == "cpu":  # the interpreter patches only the real grid_sync, not a mutant's copy
-        from onepass.testing import interpreter
-
-        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._yield_to_programs
     counters = Counters()
     changes = {"device_zeros": lambda count, device: counters.take(count), "processors": lambda _: case.multiprocessors}
     if case.tile:
         changes |= {"_FORWARD_TILE": case.tile, "_BACKWARD_TILE": case.tile, "_SPAN": 8, "_SHARE_S": 4, "_SHARE_H": 16}
-    before = {name: kernels[name] for name in changes}
-    kernels.update(changes)
     lanes["_plans"].clear()
     try:
-        yield counters
+        with replaced(kernels, **changes):
+            yield counters
     finally:
-        kernels.update(before)
         lanes["_plans"].clear()
 
 
@@ -163,7 +144,7 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
                     ours = run(module, case, xs, weights, biases, dys)
                     assert counters.clean(), "a counter was not set back, or one past them was set"
             except AssertionError as error:
-                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+                return broken("memory", str(error))
         trials.append((ours, *(exact(case, xs, weights, biases, dys, wide) for wide in (FP32, torch.float64))))
     return compare(trials, case.dtype)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from fusion.ragged_norm_oracle import BF16, DEVICE, FP32, Case, draw, judge_case, lanes_of, real_cases, small, small_cases
-from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, needs_triton, says
+from ops.oracle import laid_out
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onepass.kernels import device_tables as tables

@@ -2,14 +2,13 @@
 
 import pytest
 from fusion.ragged_norm_oracle import DEVICE, judge_case, small_cases
-from ops.calls import check_copy
+from ops.mutants import mutant_tests
 
 pytest.importorskip("triton")
 from onepass.kernels import column_reduce as strips
 from onepass.ops.norm.ragged import kernels
 from onepass.ops.norm.ragged import lanes as ragged_lanes
 from onepass.ops.norm.ragged import ragged_norm as module
-from onepass.testing.mutants import mutate
 
 CASES = small_cases()
 # which of the cases is tried first
@@ -78,23 +77,11 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    *change, first = MUTANTS[name]
-    mutant = mutate(*change, entry=module)
-    for case in sorted(CASES, key=lambda case: CASES.index(case) != first):
-        try:
-            if not judge_case(mutant, case):
-                return
-        except Exception as error:
-            if "wait for each other" in str(error) or isinstance(error, AssertionError):
-                return
-            raise
-    pytest.fail("no case catches it")
+def cases_from(first):
+    return [CASES[first], *CASES]
 
 
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[::3], judge_case)
-
-
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(
+    module, MUTANTS, cases_from, judge_case, CASES[::3], errors=AssertionError
+)
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="some wait for ever on a GPU, where nobody takes the turn from them")

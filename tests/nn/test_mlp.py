@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, GATED, PLAIN, laid_out, small_tiles
+from ops.bias_activation_oracle import GATED, PLAIN, small_tiles
 from ops.calls import backends, equal, gradients, incoming, relative
+from ops.oracle import BF16, DEVICE, FP16, FP32, laid_out
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

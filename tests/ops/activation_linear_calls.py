@@ -1,7 +1,8 @@
 """Inputs and calls of activation_linear, shared by its tests."""
 
 import torch
-from ops.bias_activation_oracle import DEVICE, FP32, GATED
+from ops.bias_activation_oracle import GATED
+from ops.oracle import DEVICE, FP32
 
 import onepass
 

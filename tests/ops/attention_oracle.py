@@ -1,14 +1,11 @@
-"""The oracle of attention: `judge_case` decides whether a module computes a case within the error budget.
-
-The real module must pass every case, and each mutant must fail one.
-"""
+"""The oracle of attention (see `oracle`)."""
 
 import contextlib
 import importlib
 from dataclasses import dataclass, replace
 
 import torch
-from ops.bias_activation_oracle import laid_out
+from ops.oracle import BF16, DEVICE, FP16, FP32, NamedCase, broken, laid_out, replaced
 from ops.packed_oracle import packed_attention, visible
 
 from onepass.ops.attention.documents import tables_of_documents
@@ -19,13 +16,11 @@ from onepass.testing.poison import poisoned, unchanged
 
 real = importlib.import_module("onepass.ops.attention.attention")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 LAYOUTS = ("contiguous", "sliced", "swapped", "unaligned", "strided", "followed")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call.
 
     R: how many dimensions of a head are rotated, 0 for no tables. spread: the standard deviation of q and k, which scales the
@@ -53,14 +48,6 @@ class Case:
     by_group: bool = False  # qkv has for each group its queries, its key and its value
     overwrite: bool = False
     small: bool = False
-
-    def __str__(self) -> str:
-        parts = [f"{self.B}x{self.S}x{self.heads}/{self.groups}x{self.D}", str(self.dtype).removeprefix("torch.")]
-        plain = Case()
-        for name in ("R", "scale", "spread", "layout", "window", "softcap", "lengths", "norm"):
-            parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
-        names = [name for name in ("interleaved", "each", "by_group", "overwrite", "small", "sinks") if getattr(self, name)]
-        return "-".join(parts + names + ([] if self.causal else ["full"]))
 
     @property
     def options(self):
@@ -136,20 +123,15 @@ def draw(case: Case, seed: int = 0):
 @contextlib.contextmanager
 def small_tiles(module, small: bool = True):
     """Patch the module's tiles to 16 and 32 tokens."""
-    if not small:
-        yield
-        return
     forward, backward = module.attend.__globals__, module.attend_backward.__globals__  # a mutant's can't be imported
-    tiles = forward["AttentionTiles"]
-    places = [(forward, "forward_tiles", (32, 16)), (backward, "dq_tiles", (32, 16)), (backward, "dk_dv_tiles", (16, 32))]
-    stock = [(names, name, names[name]) for names, name, _ in places]
-    for names, name, sizes in places:
-        names[name] = lambda *_, sizes=sizes: tiles(*sizes, 4, 1)
-    try:
+
+    def tiles(*sizes):
+        return lambda *_: forward["AttentionTiles"](*sizes, 4, 1)
+
+    of_forward = {"forward_tiles": tiles(32, 16)} if small else {}
+    of_backward = {"dq_tiles": tiles(32, 16), "dk_dv_tiles": tiles(16, 32)} if small else {}
+    with replaced(forward, **of_forward), replaced(backward, **of_backward):
         yield
-    finally:
-        for names, name, function in stock:
-            names[name] = function
 
 
 # ---- the oracle ----
@@ -261,7 +243,7 @@ def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too.
+    """Judge a case.
 
     Single rows are not judged: the first query has one key, so its gradient is rounding only. The sinks are few numbers, so their
     error is judged as one, and more loosely.
@@ -272,12 +254,12 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
             with poisoned(), unchanged(qkv=qkv, cos=cos, sin=sin, dy=dy):
                 y, dqkv, made, *rest = computed(module, case, qkv, cos, sin, dy, backend)
         except AssertionError as error:
-            return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
+            return broken("memory", str(error))
     assert y.dtype == dqkv.dtype == case.dtype
     assert (y.transpose(0, 1) if case.by_group and case.layout == "swapped" else y).is_contiguous()
     given = by_group(case, qkv) if case.by_group else qkv
     if not (case.overwrite and case.R and case.norm is None and not case.by_group) and not made.equal(given):
-        return BudgetReport([Finding("qkv", "overwritten", float("nan"), 0.0, 0.0)])
+        return broken("qkv", "overwritten")
     wanted, rounded = exact(case, qkv, cos, sin, dy), baseline(case, qkv, cos, sin, dy)
     found, ours = [], as_parts(case, y, dqkv, *rest)
     for name in ("dsinks", "dq_weight", "dk_weight"):

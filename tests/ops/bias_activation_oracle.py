@@ -1,27 +1,23 @@
-"""The oracle of bias_activation: `judge_case` decides whether a module computes a case within the error budget.
-
-The real module must pass every case, and each mutant must fail one.
-"""
+"""The oracle of bias_activation (see `oracle`)."""
 
 import contextlib
 import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from ops.oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Counters, NamedCase, judge_call, laid_out, replaced
 
 from onepass.ops.activation import bias_activation as real
 from onepass.runtime.saved import fp8_dequantise, fp8_quantise
-from onepass.testing.budget import BudgetReport, Finding, compare, run
-from onepass.testing.poison import poisoned, unchanged
+from onepass.testing.budget import BudgetReport, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu")
 GATED = ("swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu")
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. H is y's last dimension, `lead` the others."""
 
     activation: str = "gelu"
@@ -50,40 +46,8 @@ class Case:
     def options(self) -> dict[str, object]:
         return {"clamp": self.clamp, "linear_offset": self.offset} if self.gated else {}
 
-    def __str__(self) -> str:
-        parts = [self.activation, str(self.dtype), "x".join(map(str, (*self.lead, self.H))), f"bias={self.bias}"]
-        parts += [f"weight={self.weight}{'[1]' if self.weight_column else ''}"] if self.weight else []
-        parts += [f"clamp={self.clamp}"] if self.clamp else []
-        parts += [f"offset={self.offset}"] if self.offset else []
-        parts += [self.save, self.layout, f"dy={self.dy_layout}"]
-        parts += [f"linear={self.linear_layout}"] if self.linear_layout else []
-        return "-".join(part.replace("torch.", "") for part in parts)
-
 
 # ---- adversarial inputs ----
-
-
-def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the same values in another memory layout. "expanded" repeats the first row."""
-    if layout == "strided":  # every second element
-        wide = torch.full((*t.shape, 2), float("nan"), dtype=t.dtype, device=t.device)
-        return wide[..., 0].copy_(t)
-    if layout == "sliced":  # rows of a wider tensor, from an odd offset
-        wide = torch.full((*t.shape[:-1], t.shape[-1] + 5), float("nan"), dtype=t.dtype, device=t.device)
-        return wide[..., 3 : 3 + t.shape[-1]].copy_(t)
-    if layout == "transposed" and t.dim() > 1:  # the last two dimensions
-        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if layout == "swapped" and t.dim() > 2:  # the first two dimensions: whole rows, but not evenly spaced
-        return t.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "followed" and t.dim() > 2:  # each sequence is followed by a row of NaN
-        longer = torch.full((*t.shape[:-2], t.shape[-2] + 1, t.shape[-1]), float("nan"), dtype=t.dtype, device=t.device)
-        return longer[..., :-1, :].copy_(t)
-    if layout == "expanded":
-        return t.reshape(-1, t.shape[-1])[0].expand(t.shape)
-    if layout == "unaligned":
-        flat = torch.full((t.numel() + 1,), float("nan"), dtype=t.dtype, device=t.device)
-        return flat[1:].view(t.shape).copy_(t)
-    return t.contiguous()
 
 
 def draw(case: Case, seed: int = 0):
@@ -132,7 +96,7 @@ def small_tiles(module):
 
     A mutant has its own kernels, which are found from what it imports.
     """
-    names = vars(module.kernels)
+    names, counters = vars(module.kernels), Counters()
 
     def forward(M, H, fp8):
         block_h = 64 if fp8 or H > 32 else names["power_of_two"](H)
@@ -143,75 +107,49 @@ def small_tiles(module):
         rows = 12 if M > 12 else names["ceil_div"](M, 4) * 4  # three blocks of 4
         return names["ColumnTiles"](4, block_h, names["ceil_div"](H, block_h), names["ceil_div"](M, rows), rows, 4, 1)
 
-    # counters persist from call to call, as on a GPU, so that one that isn't reset is found
-    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-
-    def scratch(floats, count, device):
-        assert count <= counters.numel()
-        return torch.empty(floats, dtype=torch.float32, device=device), counters[:count]
-
-    changes = {"_forward_tiles": forward, "_backward_tiles": backward, "stream_scratch": scratch}
-    before = {name: names[name] for name in changes}
-    names.update(changes)
-    for plan in ("_forward_plan", "_backward_plan"):
-        names[plan].cache_clear()
-    try:
+    changes = {"_forward_tiles": forward, "_backward_tiles": backward}
+    with replaced(names, [names["_forward_plan"], names["_backward_plan"]], stream_scratch=counters.scratch, **changes):
         yield counters
-    finally:
-        names.update(before)
-        for plan in ("_forward_plan", "_backward_plan"):
-            names[plan].cache_clear()
 
 
 # ---- the oracle ----
 
 
-def call(module, case: Case, backend: str = "triton"):
+def call(module, case: Case, backend: str = "triton", **more):
     def op(x, bias, token_weight, linear):
-        options = {**case.options, "token_weight": token_weight, "linear": linear, "save": case.save, "backend": backend}
+        options = {**case.options, "token_weight": token_weight, "linear": linear, "save": case.save, "backend": backend, **more}
         return module.bias_activation(x, bias, case.activation, **options)
 
     return op
 
 
-def formula(case: Case):
+def plain_formula(case: Case):
     def reference(x, bias, token_weight, linear):
         return real.bias_activation_reference(x, bias, token_weight, activation=case.activation, linear=linear, **case.options)
 
     return reference
 
 
-def wide(case: Case, inputs, dy, dtype):
+def wide(case: Case, inputs, dy, dtype, formula=None):
     """Return the formula's results in `dtype`. With save="fp8" the gradients are those at the saved x."""
-    results = run(formula(case), inputs, dy, dtype)
+    formula = formula or plain_formula(case)
+    results = run(formula, inputs, dy, dtype)
     if case.save != "fp8":
         return results
     parts = 2 if case.gated else 1
     kept = fp8_dequantise(*fp8_quantise(inputs["x"], parts), torch.float32, parts)
-    return run(formula(case), {**inputs, "x": kept}, dy, dtype) | {"y": results["y"]}
+    return run(formula, {**inputs, "x": kept}, dy, dtype) | {"y": results["y"]}
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
-    trials = []
-    seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # outputs of few elements are pooled over seeds
     with small_tiles(module) as counters:
-        for seed in seeds:
-            inputs, dy = draw(case, seed)
-            try:
-                with poisoned(), unchanged(**inputs, dy=dy):
-                    ours = run(call(module, case, backend), inputs, dy)
-                    assert not counters.any(), "an arrival counter was not set back"
-            except AssertionError as error:
-                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
-            trials.append((ours, wide(case, inputs, dy, FP32), wide(case, inputs, dy, torch.float64)))
-    return compare(trials, case.dtype)
+        few = case.H * len(case.lead) < 32
+        return judge_call(call(module, case, backend), partial(wide, case), partial(draw, case), case.dtype, counters, few)
 
 
 # ---- the cases ----
 
 SHAPES = (((3, 7), 72), ((37,), 65), ((), 33), ((2, 1, 3, 2), 130), ((5, 4), 1), ((1,), 1))
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
 CLAMPS = ((None, 0.0), (1.0, 0.0), (None, 1.0), (0.75, 0.5))
 
 

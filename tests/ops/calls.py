@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass.kernels.language import triton
-from onepass.testing.mutants import copy_package
 from onepass.testing.poison import unchanged
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -78,31 +77,3 @@ def refused(op, args, options, error, words):
             with unchanged(**{f"given{i}": t for i, t in enumerate(given)}), pytest.raises(error) as raised:
                 call(*args, **options)
             says(words, raised)
-
-
-def check_copy(module, cases, judge_case):
-    """Assert that an unchanged copy of the package passes: a mutant that fails then does so for its change."""
-    copy = copy_package(module)
-    assert copy is not module
-    for case in cases:
-        report = judge_case(copy, case)
-        assert report, report
-
-
-_catches = {}  # case: how many had caught a mutant before it did so last
-
-
-def caught(mutant, cases, judge_case):
-    """Whether a mutant fails one of the cases. Raising counts as failing: a mutation can make an invalid shape or grid.
-
-    The cases that caught a mutant last go first: neighbours in a list of mutants break the same feature.
-    """
-    for case in sorted(cases, key=lambda case: -_catches.get(case, -1)):
-        try:
-            if judge_case(mutant, case):
-                continue
-        except (AssertionError, ValueError, RuntimeError):
-            pass
-        _catches[case] = max(_catches.values(), default=-1) + 1
-        return True
-    return False

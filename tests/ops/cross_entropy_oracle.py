@@ -1,26 +1,18 @@
-"""The oracle of cross_entropy: `judge_case` decides whether a module computes a case within the error budget.
+"""The oracle of cross_entropy (see `oracle`)."""
 
-The real module must pass every case, and each mutant must fail one.
-"""
-
-import contextlib
 from dataclasses import dataclass
 
 import torch
-from ops.bias_activation_oracle import laid_out
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64, NamedCase, laid_out
 
 from onepass.ops.loss import cross_entropy as real
 from onepass.ops.loss.formula import DIFFERENTIABLE_STATISTICS, STATISTICS
 from onepass.testing.budget import Finding, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
-
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. `lead` is the shape of labels. Rows 2, 5, 8 and so on are ignored."""
 
     lead: tuple[int, ...] = (5,)
@@ -56,13 +48,6 @@ class Case:
     @property
     def names(self):
         return tuple(n for n in STATISTICS if not self.mixed or n not in ("log_prob", "correct")) if self.stats else ()
-
-    def __str__(self):
-        said = ["x".join(map(str, (*self.lead, self.V))), str(self.dtype).removeprefix("torch."), self.reduction, self.layout]
-        said += [f"smoothing={self.smoothing}"] if self.smoothing else []
-        said += [f"z_loss={self.z_loss}"] if self.z_loss else []
-        said += [f"softcap={self.softcap}"] if self.softcap else []
-        return "-".join(said + [name for name in ("over", "weighted", "mixed", "stats") if getattr(self, name)])
 
 
 def cases():
@@ -147,9 +132,7 @@ def judge_case(module, case, seed=0, backend="triton"):
         return module.cross_entropy(made(x) if case.over else x, y, inplace_backward=case.over, backend=backend, **case.options)
 
     watch = {"labels": labels, "dy": dy} if case.over else {"labels": labels, "dy": dy, "logits": given}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(unchanged(**watch))
-        stack.enter_context(poisoned())
+    with unchanged(**watch), poisoned():
         got = results(ours, case, given, labels, dy)
     report = compare([(got, *wide)], case.dtype)
     report.findings += _exact(case, got, labels, where[0], given)

@@ -1,29 +1,22 @@
-"""The oracle of dropout_add: `judge_case` decides whether a module computes a case within the error budget.
-
-The mask of kept elements is computed here a second time, word by word as in Philox's paper. The real module must pass every case,
-and each mutant must fail one.
-"""
+"""The oracle of dropout_add (see `oracle`). It computes the mask again, word by word as in Philox's paper."""
 
 import contextlib
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy
 import torch
-from ops.bias_activation_oracle import laid_out
+from ops.oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Counters, NamedCase, judge_call, laid_out, normals, replaced
 
-from onepass.testing.budget import BudgetReport, Finding, compare, run
-from onepass.testing.poison import poisoned, unchanged
+from onepass.testing.budget import BudgetReport, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned")
 SEED = 0x5DEECE66D1234567
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. `p` of "low" or "high" is a threshold equal to the random number of an element.
 
     That element takes the low or the high half of a word.
@@ -43,11 +36,6 @@ class Case:
     @property
     def rows(self) -> int:
         return prod(self.lead)
-
-    def __str__(self) -> str:
-        parts = ["x".join(map(str, (*self.lead, self.H))), str(self.dtype), f"residual={self.residual}", f"bias={self.bias}"]
-        parts += [f"p={self.p}", f"first={self.first}", "memory" if self.in_memory else "number"]
-        return "-".join(part.replace("torch.", "") for part in [*parts, self.layout, f"dy={self.dy_layout}"])
 
 
 # ---- Philox 4x32 with seven rounds, on words of 32 bits ----
@@ -94,11 +82,7 @@ def kept(case):
 
 
 def draw(case, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator)
-
+    randn = normals(seed)
     x, residual, dy = (randn(*case.lead, case.H) for _ in range(3))
     bias = None if case.bias is None else randn(case.H).to(case.bias).to(DEVICE)
     x = laid_out(x.to(case.dtype).to(DEVICE), case.layout)
@@ -110,22 +94,8 @@ def draw(case, seed=0):
 
 
 @contextlib.contextmanager
-def replaced(names, changes, caches=()):
-    before = {name: names[name] for name in changes}
-    names.update(changes)
-    for cache in caches:
-        names[cache].cache_clear()
-    try:
-        yield
-    finally:
-        names.update(before)
-        for cache in caches:
-            names[cache].cache_clear()
-
-
-@contextlib.contextmanager
 def small_tiles(module):
-    names = module.kernels.dropout_add_forward.__globals__
+    names, counters = module.kernels.dropout_add_forward.__globals__, Counters()
     ceil_div, Tiles = names["ceil_div"], names["ColumnTiles"]
 
     def width(H):
@@ -138,15 +108,8 @@ def small_tiles(module):
         rows = 12 if M > 12 else ceil_div(M, 4) * 4  # three blocks of 4
         return Tiles(4, width(H), ceil_div(H, width(H)), ceil_div(M, rows), rows, 4)
 
-    # counters persist from call to call, as on a GPU, so that one that isn't reset is found
-    counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-
-    def scratch(floats, count, device):
-        assert count <= counters.numel()
-        return torch.empty(floats, dtype=torch.float32, device=device), counters[:count]
-
-    changes = {"forward_tiles": forward, "backward_tiles": backward, "stream_scratch": scratch}
-    with replaced(names, changes, ("_forward_plan", "_backward_plan")):
+    caches = names["_forward_plan"], names["_backward_plan"]
+    with replaced(names, caches, forward_tiles=forward, backward_tiles=backward, stream_scratch=counters.scratch):
         yield counters
 
 
@@ -157,7 +120,7 @@ def known_seed(module, case):
     if case.first is not None:
         first = torch.tensor([case.first], device=DEVICE)
         changes |= {"group_of_several": lambda *_: object(), "_group_seed": lambda *_: (seed, first)}
-    with replaced(vars(module), changes):
+    with replaced(vars(module), **changes):
         yield
 
 
@@ -182,22 +145,10 @@ def call(module, case, backend):
     return op
 
 
-def judge_case(module, case, backend="triton"):
-    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
-    trials = []
-    seeds = range(4 if case.H * len(case.lead) < 32 else 1)  # outputs of few elements are pooled over seeds
+def judge_case(module, case, backend="triton") -> BudgetReport:
     with small_tiles(module) as counters, known_seed(module, case):
-        for seed in seeds:
-            inputs, dy = draw(case, seed)
-            try:
-                with poisoned(), unchanged(**inputs, dy=dy):
-                    ours = run(call(module, case, backend), inputs, dy)
-                    assert not counters.any(), "an arrival counter was not set back"
-            except AssertionError as error:
-                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
-            exact = formula(case)
-            trials.append((ours, *(run(exact, inputs, dy, wide) for wide in (FP32, torch.float64))))
-    return compare(trials, case.dtype)
+        by, exact, few = call(module, case, backend), partial(run, formula(case)), case.H * len(case.lead) < 32
+        return judge_call(by, exact, partial(draw, case), case.dtype, counters, few)
 
 
 # ---- the cases ----

@@ -1,23 +1,17 @@
-"""The oracle of embedding: `judge_case` decides whether a module computes a case within the error budget.
-
-The real module must pass every case, and each mutant must fail one. y must be exact. The gradient is judged returned, and added
-to main_grad.
-"""
+"""The oracle of embedding (see `oracle`). y must be exact. The gradient is judged returned, and added to main_grad."""
 
 import contextlib
 from dataclasses import dataclass
 
 import torch
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64, NamedCase, broken, replaced
 
-from onepass.testing.budget import BudgetReport, Finding, compare
+from onepass.testing.budget import Finding, compare
 from onepass.testing.poison import poisoned, unchanged
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. `start` and `size` are those of the vocabulary where weight is a part of it; `strange`: ids of no vocabulary."""
 
     M: int = 150
@@ -38,12 +32,6 @@ class Case:
     @property
     def options(self):
         return {"padding_idx": self.padding, "vocab_start": self.start, "vocab_size": self.size}
-
-    def __str__(self):
-        said = [f"{self.M}x{self.rows}x{self.H}", str(self.dtype).removeprefix("torch."), self.draw, self.layout]
-        said += [] if self.main is None else [f"main {self.main}".replace("torch.", "")]
-        said += ["shard"] * (self.size is not None) + ["padding"] * (self.padding is not None) + ["strange"] * self.strange
-        return "-".join(said + [f"{self.tiles}"] * (self.tiles is not None) + ["torch's sort"] * (not self.sorts))
 
 
 def drawn_ids(case, generator):
@@ -114,17 +102,6 @@ def expected_gradient(case, ids, dy, before, dtype):
 
 
 @contextlib.contextmanager
-def replaced(names, **changes):
-    """Change a module's globals in the block. mock.patch.dict would also undo what a kernel's first launch sets there."""
-    before = {name: names[name] for name in changes}
-    names.update(changes)
-    try:
-        yield
-    finally:
-        names.update(before)
-
-
-@contextlib.contextmanager
 def small_tiles(module, case):
     """In the block the kernels of `module` have the case's tiles. Yield the counters, which all calls share, as on a GPU."""
     forward, backward = module.look_up.__globals__, module.rows_gradient.__globals__["sum_rows"].__globals__
@@ -132,14 +109,10 @@ def small_tiles(module, case):
     order = forward["_ORDER"]._replace(segments=segments)
     rows = forward["_MOST_ROWS"] if case.sorts else 0
     plans = forward["_plan"], backward["_plan"]
-    for plan in plans:
-        plan.cache_clear()
     counters = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     kept = {} if DEVICE == "cuda" else {"stream_scratch": lambda *_: (None, counters)}
-    with replaced(forward, _ORDER=order, _MOST_ROWS=rows, **kept), replaced(backward, _BLOCK_H=block_h, **kept):
+    with replaced(forward, plans, _ORDER=order, _MOST_ROWS=rows, **kept), replaced(backward, _BLOCK_H=block_h, **kept):
         yield counters
-    for plan in plans:
-        plan.cache_clear()
 
 
 def results(module, case, ids, weight, dy, before, backend):
@@ -164,7 +137,7 @@ def judge_case(module, case, seed=0, backend="triton"):
         with small_tiles(module, case) as counters, poisoned(), unchanged(ids=ids, weight=weight, dy=dy, before=before):
             (y, grad), (y_again, grad_again) = results(module, case, ids, weight, dy, before, backend)
     except AssertionError as error:
-        return BudgetReport([Finding("memory", str(error), float("nan"), 0, 0)])
+        return broken("memory", str(error))
     target = None if case.main is None else before
     base, exact = (expected_gradient(case, ids, dy, target, dtype) for dtype in (FP32, FP64))
     kind = case.main or case.dtype

@@ -1,21 +1,19 @@
-"""The oracle of gated_rms_norm: `judge_case` decides whether a module computes a case within the error budget.
-
-`module` is the real module or a mutant. The real module must pass every case, and each mutant must fail one.
-"""
+"""The oracle of gated_rms_norm (see `oracle`)."""
 
 import contextlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from ops.norm_oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Counters, heads_laid_out, modules_of
+from ops.norm_oracle import LAYOUTS
+from ops.oracle import BF16, DEVICE, FP16, FP32, Counters, NamedCase, heads_laid_out, judge_call, modules_of, normals, replaced
 
 from onepass.ops.norm.gated_norm import gated_rms_norm_reference
-from onepass.testing.budget import BudgetReport, Finding, compare, run
-from onepass.testing.poison import poisoned, unchanged
+from onepass.testing.budget import BudgetReport, run
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. `path` names tiles of PATHS that replace the real ones; "" keeps the real ones."""
 
     path: str = ""
@@ -35,24 +33,19 @@ class Case:
     z_layout: str = "contiguous"
     dy_layout: str = "contiguous"
 
-    def __str__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return "-".join(said).replace("torch.", "") or "plain"
-
 
 OPTIONS = "eps", "zero_centered_gamma", "activation", "norm_before_gate", "group_size"
 
 
 def draw(case: Case, seed: int = 0):
     """Return x, z and weight, and dy. Drawn on the CPU: every machine gets the same values."""
-    generator = torch.Generator().manual_seed(seed)
+    randn = normals(seed)
 
     def rows(size, dtype, layout):
-        drawn = size * torch.randn((*case.lead, case.H), generator=generator)
-        return heads_laid_out(drawn.to(dtype).to(DEVICE), layout)
+        return heads_laid_out((size * randn(*case.lead, case.H)).to(dtype).to(DEVICE), layout)
 
     x, z = rows(case.scale, case.dtype, case.layout), rows(case.gate, case.z or case.dtype, case.z_layout)
-    weight = None if case.weight is None else torch.randn(case.H, generator=generator).to(case.weight).to(DEVICE)
+    weight = None if case.weight is None else randn(case.H).to(case.weight).to(DEVICE)
     return {"x": x, "z": z, "weight": weight}, rows(1.0, case.dtype, case.dy_layout)
 
 
@@ -65,16 +58,8 @@ PATHS = {"rows": (4, 2), "single": (1, 47), "alone": (64, 1)}
 @contextlib.contextmanager
 def small_tiles(module, path: str):
     """Patch the module to the tiles of a path, on a GPU of three multiprocessors. Yield the counters, which must stay 0."""
-    modules = modules_of(module)
-    names = modules["onepass.ops.norm.gated_kernels"]
-    if DEVICE == "cpu":  # the interpreter patches only the real grid_sync: a mutant's copy would wait for ever
-        from onepass.testing import interpreter
-
-        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._yield_to_programs
-    counters = Counters()
-    changes = {
-        "stream_scratch": lambda floats, count, device: (torch.empty(floats, device=device), counters.take(count)),
-    }
+    names, counters = modules_of(module)["onepass.ops.norm.gated_kernels"], Counters()
+    changes = {"stream_scratch": counters.scratch}
     if path:
         rows, resident = PATHS[path]
 
@@ -82,16 +67,8 @@ def small_tiles(module, path: str):
             return names["GatedNormTiles"](rows, names["power_of_two"](H), 1, 2, resident)
 
         changes |= {"gated_forward_tiles": tiles, "gated_backward_tiles": tiles, "processors": lambda _: 3}
-    before = {name: names[name] for name in changes}
-    names.update(changes)
-    for plan in ("_forward_plan", "_backward_plan"):
-        names[plan].cache_clear()
-    try:
+    with replaced(names, [names["_forward_plan"], names["_backward_plan"]], **changes):
         yield counters
-    finally:
-        names.update(before)
-        for plan in ("_forward_plan", "_backward_plan"):
-            names[plan].cache_clear()
 
 
 # ---- the oracle ----
@@ -108,22 +85,9 @@ def formula(case: Case):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Judge a case against the budget, in poisoned memory. Inputs and counters that the module must leave are checked too."""
-    trials = []
-    seeds = range(4 if case.H < 32 else 1)  # outputs of few elements are pooled over seeds
     with small_tiles(module, case.path) as counters:
-        for seed in seeds:
-            inputs, dy = draw(case, seed)
-            try:
-                with poisoned(), unchanged(**inputs, dy=dy):
-                    ours = run(call(module, case, backend), inputs, dy)
-                    assert counters.clean(), "a counter was not set back, or one past them was set"
-            except AssertionError as error:
-                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
-            assert ours["y"].dtype == case.dtype
-            assert all(ours[f"d{name}"].dtype == t.dtype for name, t in inputs.items() if t is not None)
-            trials.append((ours, *(run(formula(case), inputs, dy, wide) for wide in (FP32, torch.float64))))
-    return compare(trials, case.dtype)
+        by, exact = call(module, case, backend), partial(run, formula(case))
+        return judge_call(by, exact, partial(draw, case), case.dtype, counters, case.H < 32)
 
 
 # ---- the cases ----

@@ -2,12 +2,8 @@
 
 import pytest
 import torch
-from ops.linear_cross_entropy_oracle import (
-    DEVICE,
-    FP32,
-    WAYS,
-    taken,
-)
+from ops.linear_cross_entropy_oracle import WAYS, taken
+from ops.oracle import DEVICE, FP32
 
 import onepass.ops.loss.linear_cross_entropy as module
 

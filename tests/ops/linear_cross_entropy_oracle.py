@@ -1,8 +1,7 @@
-"""The oracle of linear_cross_entropy: `judge_case` decides whether a module computes a case within the error budget.
+"""The oracle of linear_cross_entropy (see `oracle`). A case names the plan ("way") that the module must use.
 
-A case names the plan ("way") that the module must use. The real module must pass every case, and each mutant must fail one. The
-baseline is eager code: it rounds logits and their gradient once to the operands' dtype and computes all else in fp32. If the plan
-makes gradients in forward, the logits' gradient is rounded before it is multiplied by the incoming gradient, as designed.
+The baseline is eager code: it rounds logits and their gradient once to the operands' dtype and computes all else in fp32. If
+the plan makes gradients in forward, the logits' gradient is rounded before it is multiplied by the incoming one, as designed.
 """
 
 import gc
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from ops.oracle import DEVICE, FP32, FP64, NamedCase, normals
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,8 +24,6 @@ from onepass.runtime.sizes import ceil_div
 from onepass.testing.budget import Finding, compare
 from onepass.testing.poison import poisoned, unchanged
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ALL = 1 << 30
 WAYS = {  # name -> the plan's way, and its tokens and columns at a time; the last chunks are smaller
     "keep_logits": ("keep_logits", ALL, ALL),
@@ -104,7 +102,7 @@ def op(way=None, module=real, **options):
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. `lead` is the shape of labels, of which every third is ignored.
 
     `main` is the main_grads' dtype; with it, two calls accumulate.
@@ -162,17 +160,6 @@ class Case:
     def promised(self):
         return "known_grad_scale" in (self.mode, self.mode[0])
 
-    def __str__(self):
-        said = [self.mode if isinstance(self.mode, str) else "x".join(map(str, self.mode)), self.reduction]
-        said += [str(self.dtype).removeprefix("torch."), "x".join(map(str, (*self.lead, self.D, self.V)))]
-        usual = None, 0, False, 1.0, self.reduction, -100, self.names
-        said += [f"{name}={value}" for name, value in self.options.items() if value not in usual]
-        flags = "bias", "weighted", "wide", "full", "masked", "kept", "classes", "mixed"
-        said += [name for name in flags if getattr(self, name)]
-        said += [f"main={self.main}"] if self.main else []
-        said += [f"lora={self.lora}"] if self.lora else []
-        return "-".join(said + ([f"frozen={self.frozen}"] if self.frozen else []))
-
 
 NAMES = ("hidden", "weight", "bias", "token_weight", "lora_a", "lora_b")
 
@@ -183,7 +170,7 @@ def draw(case, seed=0):
     They are drawn on the CPU, so every machine gets the same values.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    drawn = normals(generator)
     hidden, weight = drawn(*case.lead, case.D), 2 * drawn(case.V, case.D) / case.D**0.5
     bias = drawn(case.V) if case.bias else None
     token_weight = torch.rand(case.lead, generator=generator) + 0.25 if case.weighted else None
@@ -200,14 +187,9 @@ def draw(case, seed=0):
     dys += [drawn(*case.lead) for name in case.names if name in DIFFERENTIABLE_STATISTICS]
     lora_a = drawn(case.lora, case.D) / case.D**0.5 if case.lora else None
     lora_b = drawn(case.V, case.lora) / case.lora**0.5 if case.lora else None
-    given = {
-        "hidden": hidden.to(DEVICE, case.dtype),
-        "weight": weight.to(DEVICE, case.dtype),
-        "bias": None if bias is None else bias.to(DEVICE, case.dtype),
-        "token_weight": None if token_weight is None else token_weight.to(DEVICE),
-        "lora_a": None if lora_a is None else lora_a.to(DEVICE, case.dtype),
-        "lora_b": None if lora_b is None else lora_b.to(DEVICE, case.dtype),
-    }
+    given = dict(zip(NAMES, (hidden, weight, bias, token_weight, lora_a, lora_b), strict=True))
+    types = {name: FP32 if name == "token_weight" else case.dtype for name in NAMES}
+    given = {name: None if t is None else t.to(DEVICE, types[name]) for name, t in given.items()}
     return given, labels.to(DEVICE), [dy.to(DEVICE) for dy in dys]
 
 

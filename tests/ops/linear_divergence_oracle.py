@@ -1,8 +1,7 @@
-"""The oracle of linear_divergence: `judge_case` decides whether a module computes a case within the error budget.
+"""The oracle of linear_divergence (see `oracle`). A case names the plan that the module must use.
 
-A case names the plan that the module must use. The real module must pass every case, and each mutant must fail one. The baseline
-is eager code: it rounds both heads' logits and the student's gradient once to the operands' types, and computes all else in fp32.
-If the plan makes gradients in forward, that gradient is rounded before it is multiplied by the incoming one, as designed.
+The baseline is eager code: it rounds both heads' logits and the student's gradient once to the operands' types, and computes all
+else in fp32. If the plan makes gradients in forward, that gradient is rounded before the incoming one is multiplied in.
 """
 
 import contextlib
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from ops.linear_cross_entropy_oracle import LORA_SCALE, Rounded
+from ops.linear_cross_entropy_oracle import LORA_SCALE, UPSTREAM, Rounded
+from ops.oracle import DEVICE, FP32, FP64, NamedCase, normals
 from torch.nn import functional as F
 
 from onepass.ops.loss.formula import reduce_losses
@@ -18,14 +18,11 @@ from onepass.ops.loss.linear_divergence.formula import DivergenceTerms, row_dive
 from onepass.testing.budget import Finding, compare
 from onepass.testing.poison import poisoned, unchanged
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 MODES = ("grad_in_forward", "keep_logits", "keep_teacher", "recompute")
-UPSTREAM = 1.75  # the incoming gradient of a scalar
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. `lead` is the shape of labels, of which every third is ignored; `rows` are a chunk's, the last is smaller.
 
     `main` is the main_grads' dtype; with it, two calls accumulate. `block`: columns of a piece of the kernels.
@@ -61,15 +58,6 @@ class Case:
         names = ("kind", "beta", "temperature", "softcap", "teacher_softcap", "reduction", "ignore_index")
         return {name: getattr(self, name) for name in names}
 
-    def __str__(self):
-        said = [self.mode, self.kind, self.reduction, str(self.dtype).removeprefix("torch.")]
-        said += ["x".join(map(str, (*self.lead, self.D, self.E, self.V)))]
-        usual = Case()
-        names = "rows", "temperature", "softcap", "teacher_softcap", "bias", "wide", "near", "main", "frozen", "block", "lora"
-        for name in names:
-            said += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(usual, name) else []
-        return "-".join(said)
-
 
 STUDENT = ("student", "student_weight", "student_bias", "lora_a", "lora_b")
 NAMES = (*STUDENT, "teacher", "teacher_weight", "teacher_bias")
@@ -78,7 +66,7 @@ NAMES = (*STUDENT, "teacher", "teacher_weight", "teacher_bias")
 def draw(case, seed=0):
     """Return the tensors by name, labels, and the incoming gradient. They are drawn on the CPU: every machine gets the same."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    drawn = normals(generator)
     given = {}
     for head, width in (("student", case.D), ("teacher", case.E)):
         given[head], given[f"{head}_weight"] = drawn(*case.lead, width), case.size * drawn(case.V, width) / width**0.5

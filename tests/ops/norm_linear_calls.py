@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.norm_oracle import DEVICE, FP32
+from ops.oracle import DEVICE, FP32
 
 import onepass
 

@@ -1,28 +1,23 @@
-"""The oracle of layer_norm and rms_norm: `judge_case` decides whether a module computes a case within the error budget.
-
-`module` is the real module or a mutant. The real module must pass every case, and each mutant must fail one.
-"""
+"""The oracle of layer_norm and rms_norm (see `oracle`)."""
 
 import contextlib
-import types
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest import mock
 
 import torch
-from ops.bias_activation_oracle import laid_out
+from ops import oracle
+from ops.oracle import BF16, DEVICE, FP16, FP32, Counters, NamedCase, heads_laid_out, judge_call, modules_of, normals, replaced
 
 from onepass.ops.norm import norm as real
 from onepass.testing import budget
-from onepass.testing.budget import BudgetReport, Finding, compare, run
-from onepass.testing.poison import poisoned, unchanged
+from onepass.testing.budget import BudgetReport, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned", "part", "heads first")
+LAYOUTS = (*oracle.LAYOUTS, "part", "heads first")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. `path` names tiles of PATHS that replace the real ones; "" keeps the real ones."""
 
     layer: bool = False
@@ -43,36 +38,10 @@ class Case:
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
 
-    def __str__(self) -> str:
-        parts = ["layer" if self.layer else "rms", self.path or "real", "x".join(map(str, (*self.lead, self.H))), str(self.dtype)]
-        parts += [f"{name}={value}" for name in ("weight", "bias", "residual") if (value := getattr(self, name))]
-        parts += [name for name in ("centered", "memory_efficient") if getattr(self, name)]
-        plain = Case()
-        for name in ("eps", "mean", "scale", "gamma", "uses", "layout", "dy_layout"):
-            parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
-        return "-".join(part.replace("torch.", "") for part in parts)
-
-
-def heads_laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the same values of heads [..., S, heads, H] in another memory layout.
-
-    "part": a slice of each token's row. "heads first": heads before tokens. Others: as `laid_out`.
-    """
-    if layout == "part" and t.dim() > 2:
-        wide = torch.full((*t.shape[:-2], t.shape[-2] * t.shape[-1] + 5), float("nan"), dtype=t.dtype, device=t.device)
-        return wide[..., 3:-2].unflatten(-1, t.shape[-2:]).copy_(t)
-    if layout == "heads first" and t.dim() > 2:
-        return t.transpose(-2, -3).contiguous().transpose(-2, -3)
-    return laid_out(t, layout)
-
 
 def draw(case: Case, seed: int = 0):
     """Return x, weight, bias and residual, and the outputs' gradients. Drawn on the CPU: every machine gets the same values."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator)
-
+    randn = normals(seed)
     shape = (*case.lead, case.H)
     x = (case.scale * (randn(*shape) + case.mean)).to(case.dtype)
     weight = bias = residual = None
@@ -106,39 +75,6 @@ PATHS = {
 MULTIPROCESSORS = 3
 
 
-def modules_of(module) -> dict[str, dict]:
-    """Return name -> globals of a module and of all onepass modules that it uses. A mutant's can't be imported."""
-    found, queue = {}, [vars(module)]
-    while queue:
-        names = queue.pop()
-        if names["__name__"] in found or not names["__name__"].startswith("onepass."):
-            continue
-        found[names["__name__"]] = names
-        for value in names.values():
-            value = getattr(value, "jit", value) if type(value).__name__ == "Kernel" else value
-            value = value.fn if type(value).__name__ in ("InterpretedFunction", "JITFunction") else value
-            value = getattr(value, "__wrapped__", value) if callable(value) and not isinstance(value, type) else value
-            queue += [vars(value)] if isinstance(value, types.ModuleType) else []
-            queue += [value.__globals__] if isinstance(value, types.FunctionType) else []
-    return found
-
-
-class Counters:
-    """Counters that persist from call to call, as on a GPU. `clean` finds one that isn't reset, or a write past the end."""
-
-    def __init__(self):
-        self.words, self.taken = torch.full((1 << 14,), 7, dtype=torch.int32, device=DEVICE), 0
-
-    def take(self, count):
-        if count > self.taken:
-            self.words[self.taken : count] = 0
-            self.taken = count
-        return self.words[:count]
-
-    def clean(self):
-        return not self.words[: self.taken].any() and bool((self.words[self.taken :] == 7).all())
-
-
 @contextlib.contextmanager
 def small_tiles(module, path: str):
     """Patch the module to the tiles of a path, on a GPU of three multiprocessors. Yield the counters, which must stay 0.
@@ -147,16 +83,8 @@ def small_tiles(module, path: str):
     """
     modules = modules_of(module)
     backward, forward, few = (modules[f"onepass.ops.norm.{name}"] for name in ("backward", "forward", "few_rows"))
-    if DEVICE == "cpu":  # the interpreter patches only the real grid_sync: a mutant's copy would wait for ever
-        from onepass.testing import interpreter
-
-        modules["onepass.kernels.grid_sync"]["yield_to_programs"] = interpreter._yield_to_programs
-    counters = Counters()
-
-    def scratch(floats, count, device):
-        return torch.empty(floats, dtype=torch.float32, device=device), counters.take(count)
-
-    changes = [(backward, "stream_scratch", scratch)]
+    counters, of_forward, of_few = Counters(), {}, {}
+    of_backward = {"stream_scratch": counters.scratch}
     if path:
         (piece, held), (shared, block_m, block_h, warps, resident) = PATHS[path]
 
@@ -169,26 +97,14 @@ def small_tiles(module, path: str):
         def forward_tiles(H, *_):
             return forward["NormForwardTiles"](False, 1, piece, 1, min(held, forward["ceil_div"](H, piece)))
 
-        changes += [(backward, "_tiles_on", tiles_on), (backward, "processors", lambda _: MULTIPROCESSORS)]
-        if path == "few":
-            changes.append((few, "few_rows_tiles", lambda H: few["FewRowsTiles"](4, 16, 1)))
-        else:
-            changes.append((few, "MOST_ROWS", 0))
+        of_backward |= {"_tiles_on": tiles_on, "processors": lambda _: MULTIPROCESSORS}
+        of_few = {"few_rows_tiles": lambda H: few["FewRowsTiles"](4, 16, 1)} if path == "few" else {"MOST_ROWS": 0}
         if piece:
-            changes += [(forward, "SHORT", 0), (backward, "SHORT", 0), (forward, "forward_tiles", forward_tiles)]
+            of_forward = {"SHORT": 0, "forward_tiles": forward_tiles}
+            of_backward |= {"SHORT": 0}
     caches = backward["_plan"], few["_plan"], forward["_bind"], forward["_forward_plan"]
-    before = [(place, name, place[name]) for place, name, _ in changes]
-    for place, name, value in changes:
-        place[name] = value
-    for cache in caches:
-        cache.cache_clear()
-    try:
+    with replaced(backward, caches, **of_backward), replaced(few, **of_few), replaced(forward, **of_forward):
         yield counters
-    finally:
-        for place, name, value in before:
-            place[name] = value
-        for cache in caches:
-            cache.cache_clear()
 
 
 # ---- the oracle ----
@@ -217,25 +133,11 @@ def formula(case: Case):
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
-    trials = []
-    seeds = range(4 if case.H < 32 else 1)  # outputs of few elements are pooled over seeds
-    with small_tiles(module, case.path) as counters:
-        for seed in seeds:
-            inputs, dy = draw(case, seed)
-            dys = dict(zip(("dy", "dh"), dy if isinstance(dy, tuple) else (dy,), strict=False))
-            try:
-                with poisoned(), unchanged(**inputs, **dys):
-                    ours = run(call(module, case, backend), inputs, dy)
-                    assert counters.clean(), "a counter or a word was not set back, or one past them was set"
-            except AssertionError as error:
-                return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
-            types = [(name, t.dtype) for name, t in inputs.items() if t is not None]
-            assert all(ours[f"d{name}"].dtype == dtype for name, dtype in types)
-            trials.append((ours, *(run(formula(case), inputs, dy, wide) for wide in (FP32, torch.float64))))
     # a row's mean may be rounded either way, in the baseline too: allow half an ulp of it, as rows have a deviation of about 1
-    with mock.patch.object(budget, "SLACK", budget.SLACK + (abs(case.mean) * 2**-24 if case.layer else 0.0)):
-        return compare(trials, case.dtype)
+    slack = budget.SLACK + (abs(case.mean) * 2**-24 if case.layer else 0.0)
+    with small_tiles(module, case.path) as counters, mock.patch.object(budget, "SLACK", slack):
+        by, exact = call(module, case, backend), partial(run, formula(case))
+        return judge_call(by, exact, partial(draw, case), case.dtype, counters, case.H < 32)
 
 
 # ---- the cases ----

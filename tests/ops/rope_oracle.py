@@ -1,25 +1,22 @@
-"""The oracle of rope: `judge_case` decides whether a module computes a case within the error budget.
-
-The real module must pass every case, and each mutant must fail one.
-"""
+"""The oracle of rope (see `oracle`)."""
 
 import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from ops.bias_activation_oracle import laid_out
+from ops import oracle
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64, NamedCase, judge_call, laid_out, nans, normals, replaced
 
 from onepass.ops.attention import rope as real
-from onepass.testing.budget import BudgetReport, Finding, compare, run
-from onepass.testing.poison import poisoned, unchanged
+from onepass.testing.budget import BudgetReport, run
+from onepass.testing.poison import unchanged
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 LAYOUTS = ("contiguous", "fused", "heads first", "one head", "strided", "sliced", "transposed", "swapped", "unaligned")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     """One call. q has shape [*lead, HQ, D]. `small`: use tiles so small that there are several of each kind."""
 
     lead: tuple[int, ...] = (2, 7)
@@ -40,14 +37,6 @@ class Case:
     eps: float = 1e-6
     small: bool = False
 
-    def __str__(self) -> str:
-        parts = ["small" if self.small else "real", "x".join(map(str, self.lead)), f"{self.HQ}/{self.HK}x{self.D}", f"R={self.R}"]
-        parts += [str(self.dtype), *(["interleaved"] if self.interleaved else []), *(["centered"] if self.centered else [])]
-        plain = Case()
-        for name in ("k_dtype", "table", "scale", "layout", "dy_layout", "tables", "weight", "eps"):
-            parts += [f"{name}={getattr(self, name)}"] if getattr(self, name) != getattr(plain, name) else []
-        return "-".join(part.replace("torch.", "") for part in parts)
-
 
 # ---- adversarial inputs ----
 
@@ -55,13 +44,11 @@ class Case:
 def heads_laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     """Return the same values in another memory layout. "expanded" and "one head" repeat some of the values."""
     if layout == "fused":  # a slice of a wider projection
-        wide = torch.full((*x.shape[:-2], 3 * x.shape[-2], x.shape[-1]), float("nan"), dtype=x.dtype, device=x.device)
+        wide = nans(x, (*x.shape[:-2], 3 * x.shape[-2], x.shape[-1]))
         return wide[..., x.shape[-2] : 2 * x.shape[-2], :].copy_(x)
-    if layout == "heads first":
-        return x.transpose(-2, -3).contiguous().transpose(-2, -3)
     if layout == "one head":
         return x[..., :1, :].contiguous().expand(x.shape)
-    return laid_out(x, layout)
+    return oracle.heads_laid_out(x, layout)
 
 
 def tables_laid_out(cos: torch.Tensor, sin: torch.Tensor, kind: str):
@@ -77,11 +64,7 @@ def tables_laid_out(cos: torch.Tensor, sin: torch.Tensor, kind: str):
 
 def draw(case: Case, seed: int = 0):
     """Return q and k, the tables, and the outputs' gradients. Drawn on the CPU: every machine gets the same values."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator)
-
+    randn = normals(seed)
     types = case.dtype, case.k_dtype or case.dtype
     shapes = [(*case.lead, H, case.D) for H in (case.HQ, case.HK)]
     q, k = (heads_laid_out(randn(*s).to(t).to(DEVICE), case.layout) for s, t in zip(shapes, types, strict=True))
@@ -102,49 +85,34 @@ def small_tiles(module, small: bool = True):
     kernels = module.rotate.__globals__  # a mutant's kernels can't be imported
     backward = module.normed_rope.__globals__["rotate_back"].__globals__
     caches = kernels["rope_tiles"], kernels["_plan"], kernels["_bind"], backward["_backward_plan"], backward["_bind_backward"]
-    before = kernels["_VALUES"], backward["_RESIDENT"]
-    if small:
-        kernels["_VALUES"], backward["_RESIDENT"] = 64, 7 if DEVICE == "cpu" else before[1]
-    for cache in caches:
-        cache.cache_clear()
-    try:
+    few = {"_RESIDENT": 7} if small and DEVICE == "cpu" else {}
+    with replaced(kernels, caches, **({"_VALUES": 64} if small else {})), replaced(backward, **few):
         yield
-    finally:
-        kernels["_VALUES"], backward["_RESIDENT"] = before
-        for cache in caches:
-            cache.cache_clear()
 
 
 # ---- the oracle ----
 
 
 def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
-    """Judge a case against the budget, in poisoned memory. Inputs that the module must not write are checked too."""
     inputs, (cos, sin), dys = draw(case)
     options = {"interleaved": case.interleaved}
     if case.weight is not None:
         options |= {"eps": case.eps, "zero_centered_gamma": case.centered}
 
-    def called(function, **more):
-        def call(q, k, q_weight=None, k_weight=None):
-            return function(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, **options, **more)
+    def called(function):
+        names = ("q_weight", "k_weight") if case.weight is not None else ()
+        return lambda q, k, *weights: function(q, k, cos, sin, **dict(zip(names, weights, strict=True)), **options)
 
-        return call
+    def judged(q, k, *weights):
+        y = called(partial(module.rope, backend=backend))(q, k, *weights)
+        for one, x in zip(y, (q, k), strict=True):
+            assert one.is_contiguous()
+            assert case.weight is not None or one[..., case.R :].equal(x[..., case.R :]), "what is not rotated is another"
+        return y
 
-    with small_tiles(module, case.small):
-        try:
-            with poisoned(), unchanged(**inputs, cos=cos, sin=sin, dq=dys[0], dk=dys[1]):
-                ours = run(called(module.rope, backend=backend), inputs, dys)
-        except AssertionError as error:
-            return BudgetReport([Finding("memory", str(error), float("nan"), 0.0, 0.0)])
-    for y, x in (("y0", "q"), ("y1", "k")):
-        assert ours[y].dtype == ours[f"d{x}"].dtype == inputs[x].dtype
-        assert ours[y].is_contiguous()
-        if case.weight is None and case.R < case.D and not ours[y][..., case.R :].equal(inputs[x][..., case.R :]):
-            return BudgetReport([Finding(y, "what is not rotated", float("nan"), 0.0, 0.0)])
-    formula = called(real.rope_reference)
     narrow = min((inputs[x].dtype for x in "qk"), key=lambda dtype: dtype.itemsize)
-    return compare([(ours, *(run(formula, inputs, dys, wide) for wide in (FP32, FP64)))], narrow)
+    with small_tiles(module, case.small), unchanged(cos=cos, sin=sin):
+        return judge_call(judged, partial(run, called(real.rope_reference)), lambda _: (inputs, dys), narrow)
 
 
 # ---- the cases ----

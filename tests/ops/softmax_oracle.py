@@ -1,29 +1,27 @@
-"""The oracle of softmax: `judge_case` decides whether a module computes a case within the error budget.
+"""The oracle of softmax (see `oracle`).
 
 The exact result is the formula in fp64. The baseline is the formula in fp32; it stores y rounded, as the op does, and computes dx
-from the stored y. dx is also judged alone, as the exact gradient of the y that the module stored. `module` is the real one or a
-mutant. The real module must pass every case, and each mutant must fail one.
+from the stored y. dx is also judged alone, as the exact gradient of the y that the module stored.
 """
 
 import contextlib
 from dataclasses import dataclass, replace
 
 import torch
-from ops.bias_activation_oracle import laid_out
+from ops import oracle
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64, NamedCase, broken, laid_out, replaced
 
 from onepass.ops.softmax import softmax as real
-from onepass.testing.budget import BudgetReport, Finding, compare, run
+from onepass.testing.budget import BudgetReport, compare, run
 from onepass.testing.poison import poisoned, unchanged
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 INF, NAN = float("inf"), float("nan")
-LAYOUTS = ("contiguous", "strided", "sliced", "transposed", "swapped", "expanded", "unaligned", "followed")
+LAYOUTS = (*oracle.LAYOUTS, "followed")
 MASKS = ("full", "heads", "columns", "rows", "vector", "one", "transposed", "sliced", "expanded", "alternating", "gaps")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(NamedCase):
     shape: tuple[int, ...] = (2, 3, 9, 40)
     dtype: torch.dtype = FP32
     scale: float = 0.5
@@ -35,13 +33,6 @@ class Case:
     low: bool = False  # some rows have only the lowest number of their dtype
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
-
-    def __str__(self) -> str:
-        parts = ["x".join(map(str, self.shape)), str(self.dtype), f"scale={self.scale}"]
-        parts += [f"mask={self.mask}"] if self.mask else []
-        parts += [name for name in ("causal", "odd", "low") if getattr(self, name)]
-        parts += [self.path or "real", f"size={self.size}", self.layout, f"dy={self.dy_layout}"]
-        return "-".join(part.replace("torch.", "") for part in parts)
 
 
 # ---- inputs ----
@@ -111,20 +102,13 @@ def draw(case: Case, seed: int = 0):
 def small_tiles(module, path: str):
     """Patch the module's tiles: a few rows a program, or one, as for rows above 1024. A mutant's kernels can't be imported."""
     names = module.softmax_forward.__globals__
-    tiles, stock = names["SoftmaxTiles"], names["softmax_tiles"]
 
     def small(C):
-        return tiles(4 if path == "rows" else 1, names["power_of_two"](C) if C > 1 else 2, 1)
+        return names["SoftmaxTiles"](4 if path == "rows" else 1, names["power_of_two"](C) if C > 1 else 2, 1)
 
-    names["softmax_tiles"] = small if path else stock
-    for plan in ("_forward_plan", "_backward_plan"):
-        names[plan].cache_clear()
-    try:
+    changes = {"softmax_tiles": small} if path else {}
+    with replaced(names, [names["_forward_plan"], names["_backward_plan"]], **changes):
         yield
-    finally:
-        names["softmax_tiles"] = stock
-        for plan in ("_forward_plan", "_backward_plan"):
-            names[plan].cache_clear()
 
 
 # ---- the oracle ----
@@ -173,9 +157,9 @@ def judge_case(module, case: Case, backend: str = "triton") -> BudgetReport:
                 with poisoned(), unchanged(**inputs, dy=dy):
                     ours = run(call(module, case, backend), inputs, dy)
             except AssertionError as error:
-                return BudgetReport([Finding("memory", str(error), NAN, 0.0, 0.0)])
+                return broken("memory", str(error))
             if ours["y"].dtype != case.dtype or ours["dx"].dtype != case.dtype:
-                return BudgetReport([Finding("y and dx", f"types {ours['y'].dtype}, {ours['dx'].dtype}", NAN, 0.0, 0.0)])
+                return broken("y and dx", f"types {ours['y'].dtype}, {ours['dx'].dtype}")
             baseline = run(lambda x, mask: _StoredSoftmax.apply(x, mask, case), inputs, dy, FP32)
             wide = run(exact(case), inputs, dy, FP64)
             y = ours["y"].detach()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from ops.bias_activation_oracle import BF16, FP16, FP32, GATED, PLAIN, laid_out
+from ops.bias_activation_oracle import GATED, PLAIN
+from ops.oracle import BF16, FP16, FP32, laid_out
 
 from onepass.kernels import column_reduce
 from onepass.kernels import fp8 as device_functions

@@ -2,7 +2,8 @@
 
 import pytest
 from ops.activation_linear_calls import op, tensors
-from ops.bias_activation_oracle import FP32, small_tiles
+from ops.bias_activation_oracle import small_tiles
+from ops.oracle import FP32
 from ops.test_activation_linear import CLAMPED, report_of
 
 import onepass.ops.activation.activation_linear as module

@@ -6,19 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.attention_oracle import (
-    BF16,
-    DEVICE,
-    FP32,
-    Case,
-    computed,
-    draw,
-    judge_case,
-    real_cases,
-    small_cases,
-)
-from ops.bias_activation_oracle import laid_out
+from ops.attention_oracle import Case, computed, draw, judge_case, real_cases, small_cases
 from ops.calls import backends, equal, gradients, needs_triton, relative
+from ops.oracle import BF16, DEVICE, FP32, laid_out
 from torch.utils.checkpoint import checkpoint
 
 import onepass

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from ops.attention_oracle import BF16, DEVICE
 from ops.calls import Operators, gradients, needs_triton, relative
+from ops.oracle import BF16, DEVICE
 from ops.test_attention import COLUMNS, GROUPS, HEADS, op, overwriting, tensors
 
 import onepass

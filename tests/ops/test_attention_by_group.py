@@ -4,8 +4,9 @@ import importlib
 
 import pytest
 import torch
-from ops.attention_oracle import BF16, DEVICE, Case, by_group, computed, draw, grouped_cases
+from ops.attention_oracle import Case, by_group, computed, draw, grouped_cases
 from ops.calls import backends, equal, gradients, needs_triton
+from ops.oracle import BF16, DEVICE
 from ops.test_attention import COLUMNS, GROUPS, HEADS, tensors
 
 import onepass

@@ -4,12 +4,11 @@ import importlib
 
 import pytest
 from ops.attention_oracle import judge_case, small_cases
-from ops.calls import caught, check_copy
+from ops.mutants import mutant_tests
 
 pytest.importorskip("triton")
 from onepass.ops.attention import arguments, backward, documents, formula, forward, grouped, layout, scores
 from onepass.ops.attention import document_kernels as kernels
-from onepass.testing.mutants import mutate
 
 module = importlib.import_module("onepass.ops.attention.attention")
 
@@ -83,11 +82,4 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "values after the queries": (formula, "parts_of", "((heads, groups, groups), 2)", "((groups, groups, heads), 2)[::-1]"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    assert caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case), "no case catches it"
-
-
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[::3], judge_case)
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES[::3])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.attention_oracle import BF16, DEVICE, FP16, FP64, Case, judge_case, packed
+from ops.attention_oracle import Case, judge_case, packed
 from ops.calls import backends, equal, gradients, needs_triton, relative
+from ops.oracle import BF16, DEVICE, FP16, FP64
 from ops.packed_oracle import packed_attention
 
 import onepass

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from ops.bias_activation_oracle import BF16, DEVICE, FP32, GATED, PLAIN, laid_out, small_tiles
+from ops.bias_activation_oracle import GATED, PLAIN, small_tiles
+from ops.oracle import BF16, DEVICE, FP32, laid_out
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 

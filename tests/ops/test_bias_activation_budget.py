@@ -3,20 +3,8 @@
 import itertools
 
 import pytest
-from ops.bias_activation_oracle import (
-    BF16,
-    CLAMPS,
-    DEVICE,
-    FP16,
-    FP32,
-    GATED,
-    LAYOUTS,
-    PLAIN,
-    SHAPES,
-    Case,
-    judge_case,
-    main_cases,
-)  # fmt: skip
+from ops.bias_activation_oracle import CLAMPS, GATED, LAYOUTS, PLAIN, SHAPES, Case, judge_case, main_cases
+from ops.oracle import BF16, DEVICE, FP16, FP32
 
 import onepass.ops.activation.bias_activation as module
 

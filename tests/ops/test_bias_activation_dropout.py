@@ -1,14 +1,17 @@
 """bias_activation's dropout: the last step of forward, the first of backward, by the random numbers of dropout_add."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
-from ops.bias_activation_oracle import BF16, CLAMPS, DEVICE, FP16, FP32, GATED, LAYOUTS, PLAIN, small_tiles
+from ops.bias_activation_oracle import CLAMPS, GATED, PLAIN, call, plain_formula, small_tiles, wide
 from ops.bias_activation_oracle import Case as ActivationCase
 from ops.bias_activation_oracle import draw as drawn
 from ops.calls import backends, equal, gradients, needs_triton, refused
-from ops.dropout_add_oracle import SEED, halves, replaced
+from ops.dropout_add_oracle import SEED, halves
+from ops.mutants import mutant_tests
+from ops.oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, judge_call, replaced
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -17,10 +20,8 @@ from onepass.kernels import column_reduce as strips
 from onepass.kernels.language import device_function, triton
 from onepass.nn import BiasActivation
 from onepass.ops.activation import activations, kernels
-from onepass.runtime.saved import SAVES, fp8_dequantise, fp8_quantise
-from onepass.testing.budget import compare, run
-from onepass.testing.mutants import mutate
-from onepass.testing.poison import bytes_kept, poisoned, saved_tensors, unchanged
+from onepass.runtime.saved import SAVES
+from onepass.testing.poison import bytes_kept, saved_tensors
 
 P = 0.3
 THRESHOLD = round(P * 65536)
@@ -49,40 +50,16 @@ class Drops:
 def formula(case):
     rows = case.W and torch.Size(case.lead).numel()
     kept = (halves(SEED, 0, rows, case.H) >= THRESHOLD).view(*case.lead, case.H).to(DEVICE)
-
-    def reference(x, bias, token_weight, linear):
-        y = module.bias_activation_reference(x, bias, token_weight, activation=case.activation, linear=linear, **case.options)
-        return torch.where(kept, y * (65536 / (65536 - THRESHOLD)), 0.0)
-
-    return reference
-
-
-def wide(case, inputs, dy, dtype):
-    """With save="fp8" the gradients are those at the x that was kept."""
-    results = run(formula(case), inputs, dy, dtype)
-    if case.save != "fp8":
-        return results
-    parts = 2 if case.gated else 1
-    kept = fp8_dequantise(*fp8_quantise(inputs["x"], parts), FP32, parts)
-    return run(formula(case), {**inputs, "x": kept}, dy, dtype) | {"y": results["y"]}
+    plain = plain_formula(case)
+    return lambda *inputs: torch.where(kept, plain(*inputs) * (65536 / (65536 - THRESHOLD)), 0.0)
 
 
 def judged(module, drops, backend="triton"):
-    case, trials = drops.case, []
+    case = drops.case
     seed = torch.tensor([SEED], device=DEVICE) if drops.in_memory else SEED
-
-    def call(x, bias, token_weight, linear):
-        options = {**case.options, "token_weight": token_weight, "linear": linear, "save": case.save, "backend": backend}
-        return module.bias_activation(x, bias, case.activation, dropout=P, **options)
-
-    with small_tiles(module) as counters, replaced(vars(module), {"draw_seed": lambda *_: seed}):
-        for draw in range(4 if case.H < 32 else 1):
-            inputs, dy = drawn(case, draw)
-            with poisoned(), unchanged(**inputs, dy=dy):
-                ours = run(call, inputs, dy)
-            assert not counters.any(), "an arrival counter was not set back"
-            trials.append((ours, wide(case, inputs, dy, FP32), wide(case, inputs, dy, torch.float64)))
-    return compare(trials, case.dtype)
+    with small_tiles(module) as counters, replaced(vars(module), draw_seed=lambda *_: seed):
+        by, exact = call(module, case, backend, dropout=P), partial(wide, case, formula=formula(case))
+        return judge_call(by, exact, partial(drawn, case), case.dtype, counters, case.H < 32)
 
 
 def main_cases():
@@ -132,18 +109,8 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
 }
 
 
-@needs_triton
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    mutant = mutate(*MUTANTS[name], entry=module)
-
-    def passes(drops):
-        try:
-            return bool(judged(mutant, drops))
-        except AssertionError:
-            return False
-
-    assert not all(map(passes, CASES)), "no case catches it"
+MUTANT_TESTS = mutant_tests(module, MUTANTS, CASES, judged, CASES[:6])
+test_mutants_are_caught, test_a_copy_without_a_change_passes = map(needs_triton, MUTANT_TESTS)
 
 
 # ---- random numbers ----
@@ -229,7 +196,7 @@ def test_somebody_may_watch_backward_alone():
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs = tensors()
-    with replaced(vars(module), {"draw_seed": lambda *_: SEED}):  # a number, as it is on a GPU in eager mode
+    with replaced(vars(module), draw_seed=lambda *_: SEED):  # a number, as it is on a GPU in eager mode
         y = op(backend="triton")(*inputs)
     dy = torch.randn_like(y)
     single = torch.autograd.grad(y, inputs, dy, retain_graph=True)
@@ -243,7 +210,7 @@ def test_a_seed_is_all_that_is_kept_beside_the_inputs():
     with saved_tensors() as kept:
         op(backend="triton")(*inputs)
     assert bytes_kept(kept, *inputs) == 8
-    with saved_tensors() as kept, replaced(vars(module), {"draw_seed": lambda *_: SEED}):
+    with saved_tensors() as kept, replaced(vars(module), draw_seed=lambda *_: SEED):
         op(backend="triton")(*inputs)
     assert bytes_kept(kept, *inputs) == 0
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from ops.bias_activation_oracle import DEVICE, small_tiles
+from ops.bias_activation_oracle import small_tiles
 from ops.calls import refused
+from ops.oracle import DEVICE
 
 import onepass
 import onepass.ops.activation.bias_activation as module

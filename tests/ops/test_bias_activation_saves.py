@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, small_tiles
+from ops.bias_activation_oracle import small_tiles
+from ops.oracle import BF16, DEVICE, FP16, FP32
 
 import onepass
 import onepass.ops.activation.bias_activation as module

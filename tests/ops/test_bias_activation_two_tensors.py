@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, GATED, judge_case, small_tiles, two_tensor_cases
+from ops.bias_activation_oracle import GATED, judge_case, small_tiles, two_tensor_cases
 from ops.calls import Operators, backends, equal, gradients, needs_triton
+from ops.oracle import BF16, DEVICE, FP16, FP32
 
 import onepass
 import onepass.ops.activation.bias_activation as module

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, needs_triton
-from ops.cross_entropy_oracle import BF16, DEVICE, FP32, FP64, Case, cases, draw, judge_case, made
+from ops.cross_entropy_oracle import Case, cases, draw, judge_case, made
+from ops.oracle import BF16, DEVICE, FP32, FP64, laid_out
 from torch.utils.checkpoint import checkpoint
 
 import onepass

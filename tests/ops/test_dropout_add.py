@@ -2,20 +2,9 @@
 
 import pytest
 import torch
-from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, gradients, needs_triton, relative
-from ops.dropout_add_oracle import (
-    BF16,
-    DEVICE,
-    FP32,
-    LAYOUTS,
-    Case,
-    judge_case,
-    known_seed,
-    main_cases,
-    replaced,
-    small_tiles,
-)
+from ops.dropout_add_oracle import LAYOUTS, Case, judge_case, known_seed, main_cases, small_tiles
+from ops.oracle import BF16, DEVICE, FP32, laid_out, replaced
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -146,8 +135,8 @@ def test_tiles_strides_and_types_do_not_matter():
     assert all(torch.equal(op(0.4)(other, residual.detach()) == residual, expected) for other in others)
     torch.manual_seed(11)
     assert torch.equal(dropped(x.bfloat16(), residual.bfloat16(), 0.4), expected)
-    wide = {"forward_tiles": lambda M, H: kernels.ColumnTiles(2, 256, 1, -(-M // 2), 0, 4)}
-    with replaced(vars(kernels), wide, ("_forward_plan",)):
+    caches = [kernels._forward_plan]
+    with replaced(vars(kernels), caches, forward_tiles=lambda M, H: kernels.ColumnTiles(2, 256, 1, -(-M // 2), 0, 4)):
         assert torch.equal(op(0.4)(x.detach(), residual.detach()) == residual, expected)
 
 

@@ -3,15 +3,14 @@
 from functools import partial
 
 import pytest
-from ops.calls import caught, check_copy
 from ops.dropout_add_oracle import judge_case, main_cases
+from ops.mutants import mutant_tests
 
 import onepass.ops.dropout.dropout_add as module
 
 pytest.importorskip("triton")
 from onepass.kernels import philox as random
 from onepass.ops.dropout import formula, kernels
-from onepass.testing.mutants import mutate
 
 CASES = main_cases()
 MUTANTS = {  # name: module, function, what is there, what stands there instead
@@ -31,9 +30,6 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "probabilities cut off": (random, "threshold_of", "round(p * STEPS)", "int(p * STEPS)"),
     "seed in memory plus one": (random, "load_seed", "(seed_ptr)", "(seed_ptr) + 1"),
     "seed as a number of 32 bits": (random, "load_seed", "(tl.int64)", "(tl.int32).to(tl.int64)"),
-    "formula: row's high half forgotten": (random, "keep_mask_formula", "rows >> 32", "rows >> 63"),
-    "formula: words cut off late": (random, "_philox_formula", "(b >> 32) & _LOW ", "(b >> 32) "),
-    "formula: the edge dropped": (random, "keep_mask_formula", " >= threshold", " > threshold"),
     "first row forgotten in forward": (kernels, "_dropout_kernel", " + tl.load(first_ptr)", ""),
     "first row forgotten in backward": (kernels, "_dropout_backward_kernel", " + offset", ""),
     "every tile's columns the first's": (kernels, "_dropout_kernel", "numbers, left", "numbers, 0"),
@@ -51,17 +47,13 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "counter not set back": (kernels, "_dropout_backward_kernel", "        tl.store(arrived_ptr + tile, 0)\n", ""),
     "dx in the residual's type": (kernels, "dropout_add_backward", "dx_type,", "torch.bfloat16,"),
     "dx is dy where something is dropped": (module, "_gradients", "not options.threshold", "options.threshold < 1000"),
-    "rows counted from 0 in every part": (formula, "global_rows", " + first_row.view(())", ""),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    mutant = mutate(*MUTANTS[name], entry=module)
-    by_formula = name.startswith("formula") or name == "rows counted from 0 in every part"
-    judge = partial(judge_case, backend="torch" if by_formula else "triton")
-    assert caught(mutant, CASES, judge), "no case catches it"
-
-
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[:8], judge_case)
+OF_FORMULA = {
+    "row's high half forgotten": (random, "keep_mask_formula", "rows >> 32", "rows >> 63"),
+    "words cut off late": (random, "_philox_formula", "(b >> 32) & _LOW ", "(b >> 32) "),
+    "the edge dropped": (random, "keep_mask_formula", " >= threshold", " > threshold"),
+    "rows counted from 0 in every part": (formula, "global_rows", " + first_row.view(())", ""),
+}
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES[:8])
+by_formula = partial(judge_case, backend="torch")
+test_mutants_of_the_formula_are_caught, test_a_copy_passes_by_formula = mutant_tests(module, OF_FORMULA, CASES, by_formula, CASES[:8])

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.calls import backends, needs_triton, says
-from ops.embedding_oracle import BF16, DEVICE, FP16, FP32, FP64, Case, judge_case, main_cases, replaced
+from ops.embedding_oracle import Case, judge_case, main_cases
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64, replaced
 
 import onepass
 import onepass.ops.embedding.embedding as module

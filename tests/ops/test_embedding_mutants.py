@@ -1,16 +1,13 @@
 """Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
-from ops.calls import caught, check_copy
 from ops.embedding_oracle import judge_case, main_cases
+from ops.mutants import mutant_tests
 
 import onepass.ops.embedding.embedding as module
 
 pytest.importorskip("triton")
-from triton.runtime.errors import InterpreterError
-
 from onepass.ops.embedding import backward, forward, gradient
-from onepass.testing.mutants import mutate
 
 CASES = sorted(main_cases(), key=lambda case: case.M)
 LOOK_UP, SUM = (forward, "_embedding_kernel"), (backward, "_embedding_backward_kernel")
@@ -73,15 +70,4 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "negative padding is none": (module, "_options", "padding_idx % vocab_size", "padding_idx"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    try:
-        found = caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case)
-    except InterpreterError as error:
-        found = "programs wait" in str(error)  # for counters that another launch has left
-    assert found, "no case catches it"
-
-
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[:8], judge_case)
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES[:8])

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.calls import backends, equal, gradients, nearly_equal, needs_triton, refused
-from ops.gated_norm_oracle import BF16, DEVICE, FP32, judge_case, real_cases, small_cases, small_tiles
+from ops.gated_norm_oracle import judge_case, real_cases, small_cases, small_tiles
+from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 import onepass.ops.norm.gated_norm as module

@@ -1,8 +1,8 @@
 """Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
-from ops.calls import caught, check_copy
 from ops.gated_norm_oracle import judge_case, real_cases, small_cases
+from ops.mutants import mutant_tests
 
 import onepass.ops.norm.gated_norm as module
 
@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from onepass.kernels import column_reduce, rows, sigmoid
 from onepass.ops.norm import backward
 from onepass.ops.norm import gated_kernels as gated
-from onepass.testing.mutants import mutate
 
 CASES = small_cases() + [case for case in real_cases() if case.path]
 MUTANTS = {  # name: module, function, what is there, what stands there instead
@@ -66,11 +65,4 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "op: the sigmoid in forward, silu in backward": (module, "_GatedNormFunction.backward", "ctx.options, *needs", "ctx.options._replace(activation='silu'), *needs"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    assert caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case), "no case catches it"
-
-
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[:8], judge_case)
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES[:8])

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, needs_triton
 from ops.linear_cross_entropy_calls import (
     INF,
@@ -20,7 +19,8 @@ from ops.linear_cross_entropy_calls import (
     reference,
     tensors,
 )
-from ops.linear_cross_entropy_oracle import ALL, DEVICE, FP32, FP64, op, reductions_of, ways, whole_sums  # noqa: F401
+from ops.linear_cross_entropy_oracle import ALL, op, reductions_of, ways, whole_sums  # noqa: F401
+from ops.oracle import DEVICE, FP32, FP64, laid_out
 
 import onepass.ops.loss.linear_cross_entropy as module
 from onepass.ops.loss import reduction as losses

@@ -16,19 +16,8 @@ from ops.linear_cross_entropy_calls import (
     reference,
     tensors,
 )
-from ops.linear_cross_entropy_oracle import (  # noqa: F401
-    BF16,
-    DEVICE,
-    FP16,
-    FP32,
-    NAMES,
-    WAYS,
-    op,
-    reductions_of,
-    taken,
-    ways,
-    whole_sums,
-)
+from ops.linear_cross_entropy_oracle import NAMES, WAYS, op, reductions_of, taken, ways, whole_sums  # noqa: F401
+from ops.oracle import BF16, DEVICE, FP16, FP32
 from torch.utils.checkpoint import checkpoint
 
 import onepass.ops.loss.linear_cross_entropy as module

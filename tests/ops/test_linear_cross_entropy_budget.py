@@ -5,20 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from ops.calls import needs_triton
-from ops.linear_cross_entropy_oracle import (  # noqa: F401
-    ALL,
-    BF16,
-    DEVICE,
-    FP16,
-    FP32,
-    FP64,
-    Case,
-    judge_case,
-    op,
-    reductions_of,
-    ways,
-    whole_sums,
-)
+from ops.linear_cross_entropy_oracle import ALL, Case, judge_case, op, reductions_of, ways, whole_sums  # noqa: F401
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64
 from torch.nn import functional as F
 
 import onepass.ops.loss.linear_cross_entropy as module

@@ -2,7 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from ops.linear_cross_entropy_oracle import ALL, BF16, DEVICE, op
+from ops.linear_cross_entropy_oracle import ALL, op
+from ops.oracle import BF16, DEVICE
 from torch import nn
 
 V, D, BATCH, STEPS, SEEDS = 500, 32, 48, 1000, 3

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from ops.calls import equal, nearly_equal
 from ops.linear_cross_entropy_calls import NAN, again_and_again, gradients, reductions, reference, tensors, with_main
-from ops.linear_cross_entropy_oracle import ALL, BF16, DEVICE, FP16, FP32, FP64, UPSTREAM, op, ways, whole_sums  # noqa: F401
+from ops.linear_cross_entropy_oracle import ALL, UPSTREAM, op, ways, whole_sums  # noqa: F401
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64
 from torch.utils.checkpoint import checkpoint
 
 from onepass.ops.loss.head import passes

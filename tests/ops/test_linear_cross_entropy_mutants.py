@@ -5,9 +5,12 @@ rows' kernels too is in test_cross_entropy_mutants.py.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from ops.linear_cross_entropy_oracle import ALL, BF16, FP32, Case, judge_case
+from ops.linear_cross_entropy_oracle import ALL, Case, judge_case
+from ops.mutants import mutant_tests
+from ops.oracle import BF16, FP32
 
 import onepass.ops.loss.linear_cross_entropy as module
 
@@ -16,7 +19,6 @@ from onepass.ops.loss import formula, kept_rows, reduction, row_formula, row_fun
 from onepass.ops.loss.head import autograd as head_autograd
 from onepass.ops.loss.head import chunks, operands, passes, steps, sums
 from onepass.ops.loss.linear_cross_entropy import autograd, row_loss
-from onepass.testing.mutants import copy_package, mutate
 
 KEEP, FORWARD, AGAIN, BLOCKS = Case("keep_logits"), Case("grad_in_forward"), Case("recompute"), Case("blocks")
 FULL = Case("both", "none", full=True, smoothing=0.1, bias=True)
@@ -164,29 +166,10 @@ KERNEL_MUTANTS |= {
 }  # fmt: skip
 
 
-def caught(mutant, case, backend):
-    try:
-        return not judge_case(mutant, case, 1, backend)
-    except (AssertionError, RuntimeError, IndexError, ValueError):  # something was written that may not be, or shapes don't fit
-        return True
+def only(case):
+    return [case]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    *change, case = MUTANTS[name]
-    assert caught(mutate(*change, entry=module), case, "torch")
-
-
-@pytest.mark.parametrize("name", KERNEL_MUTANTS)
-def test_mutants_of_kernels_are_caught(name):
-    *change, case = KERNEL_MUTANTS[name]
-    assert caught(mutate(*change, entry=module), case, "triton")
-
-
-def test_a_copy_without_a_change_passes():
-    copy = copy_package(module)
-    assert copy is not module and copy.linear_cross_entropy is not module.linear_cross_entropy
-    for backend, mutants in (("torch", MUTANTS), ("triton", KERNEL_MUTANTS)):
-        for case in {case for *_, case in mutants.values()}:
-            report = judge_case(copy, case, 1, backend)
-            assert report, f"{case} {backend}\n{report}"
+by_formula, by_kernels = (partial(judge_case, backend=backend) for backend in ("torch", "triton"))
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, only, by_formula)
+test_mutants_of_kernels_are_caught, test_a_copy_passes_by_kernels = mutant_tests(module, KERNEL_MUTANTS, only, by_kernels)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.calls import needs_triton
-from ops.linear_cross_entropy_oracle import ALL, BF16, DEVICE, FP32, op, taken
+from ops.linear_cross_entropy_oracle import ALL, op, taken
+from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, machine_speed, make_plan

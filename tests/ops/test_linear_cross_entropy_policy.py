@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from ops.calls import backends, equal
 from ops.linear_cross_entropy_calls import fresh, outputs, products, tensors
-from ops.linear_cross_entropy_oracle import BF16, DEVICE, FP32, WAYS, op, taken
+from ops.linear_cross_entropy_oracle import WAYS, op, taken
+from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 import onepass.ops.loss.linear_cross_entropy as module

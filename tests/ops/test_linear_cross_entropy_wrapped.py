@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from ops.calls import equal, nearly_equal, needs_triton
 from ops.linear_cross_entropy_calls import INF, again_and_again, gradients, tensors, with_main
-from ops.linear_cross_entropy_oracle import BF16, DEVICE, FP16, FP32, FP64, NAMES, op, ways, whole_sums  # noqa: F401
+from ops.linear_cross_entropy_oracle import NAMES, op, ways, whole_sums  # noqa: F401
+from ops.oracle import BF16, DEVICE, FP16, FP32, FP64
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -3,7 +3,8 @@
 import pytest
 from ops.calls import backends
 from ops.linear_cross_entropy_oracle import whole_sums  # noqa: F401
-from ops.linear_divergence_oracle import BF16, FP16, FP32, FP64, MODES, Case, _ours, _theirs, draw, judge_case
+from ops.linear_divergence_oracle import MODES, Case, _ours, _theirs, draw, judge_case
+from ops.oracle import BF16, FP16, FP32, FP64
 
 import onepass.ops.loss.linear_divergence as module
 from onepass.ops.loss.linear_divergence.formula import KINDS

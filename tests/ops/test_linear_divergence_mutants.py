@@ -4,15 +4,18 @@ Slips in passes and autograd by PyTorch's backend; those in kernels under the in
 test_linear_cross_entropy_mutants.py.
 """
 
+from functools import partial
+
 import pytest
-from ops.linear_divergence_oracle import BF16, FP32, Case, judge_case
+from ops.linear_divergence_oracle import Case, judge_case
+from ops.mutants import mutant_tests
+from ops.oracle import BF16, FP32
 
 import onepass.ops.loss.linear_divergence as module
 
 pytest.importorskip("triton")
 from onepass.ops.loss.head import autograd, operands, passes, sums
 from onepass.ops.loss.linear_divergence import formula, kernels, row_loss, rows
-from onepass.testing.mutants import copy_package, mutate
 
 FORWARD, REVERSE, JSD = (Case(kind=kind, bias=True) for kind in ("forward_kl", "reverse_kl", "jsd"))
 KEPT, TEACHER, AGAIN = (Case(mode, "jsd", "none", bias=True) for mode in ("keep_logits", "keep_teacher", "recompute"))
@@ -75,29 +78,10 @@ KERNEL_MUTANTS = {
 }  # fmt: skip
 
 
-def caught(mutant, case, backend):
-    try:
-        return not judge_case(mutant, case, 1, backend)
-    except (AssertionError, RuntimeError, IndexError, ValueError):  # something was written that may not be, or shapes don't fit
-        return True
+def only(case):
+    return [case]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    *change, case = MUTANTS[name]
-    assert caught(mutate(*change, entry=module), case, "torch")
-
-
-@pytest.mark.parametrize("name", KERNEL_MUTANTS)
-def test_mutants_of_kernels_are_caught(name):
-    *change, case = KERNEL_MUTANTS[name]
-    assert caught(mutate(*change, entry=module), case, "triton")
-
-
-def test_a_copy_without_a_change_passes():
-    copy = copy_package(module)
-    assert copy is not module and copy.linear_divergence is not module.linear_divergence
-    for backend, mutants in (("torch", MUTANTS), ("triton", KERNEL_MUTANTS)):
-        for case in {case for *_, case in mutants.values()}:
-            report = judge_case(copy, case, 1, backend)
-            assert report, f"{case} {backend}\n{report}"
+by_formula, by_kernels = (partial(judge_case, backend=backend) for backend in ("torch", "triton"))
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, only, by_formula)
+test_mutants_of_kernels_are_caught, test_a_copy_passes_by_kernels = mutant_tests(module, KERNEL_MUTANTS, only, by_kernels)

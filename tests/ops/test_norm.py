@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from ops.bias_activation_oracle import laid_out
 from ops.calls import Operators, backends, equal, gradients, nearly_equal, needs_triton, outputs
-from ops.norm_oracle import BF16, DEVICE, FP32, LAYOUTS, small_tiles
+from ops.norm_oracle import LAYOUTS, small_tiles
+from ops.oracle import BF16, DEVICE, FP32, laid_out
 from torch.nn import functional as F
 
 import onepass

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops.calls import refused
-from ops.norm_oracle import DEVICE
+from ops.oracle import DEVICE
 
 import onepass
 from onepass.kernels.language import triton

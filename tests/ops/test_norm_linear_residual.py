@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.calls import Operators, backends, equal, gradients, incoming, nearly_equal, needs_triton, relative
 from ops.norm_linear_calls import NAMES, kinds, op, tensors
-from ops.norm_oracle import BF16, DEVICE, FP32
+from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 import onepass.ops.norm.norm_linear as module

@@ -1,8 +1,9 @@
 """Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
-from ops.calls import check_copy
-from ops.norm_oracle import DEVICE, judge_case, real_cases, small_cases
+from ops.mutants import mutant_tests
+from ops.norm_oracle import judge_case, real_cases, small_cases
+from ops.oracle import DEVICE
 
 import onepass.ops.norm.norm as module
 
@@ -13,7 +14,6 @@ from onepass.kernels import layout, rows
 from onepass.ops.norm import backward as norm_backward
 from onepass.ops.norm import few_rows
 from onepass.ops.norm import forward as norm_forward
-from onepass.testing.mutants import mutate
 
 ROWS, CHUNKS, FOLD, SHARED, FEW = "rows", "chunks", "fold", "shared", "few"
 ALONE, LARGE, HEADS = "one program", "large mean", "heads"  # kinds of cases too
@@ -150,23 +150,11 @@ def kinds(case):
     return {case.path, LARGE if case.mean == 100 else "", ALONE if alone else "", HEADS if heads else ""}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    *change, kind = MUTANTS[name]
-    mutant = mutate(*change, entry=module)
-    for case in sorted(CASES, key=lambda case: kind not in kinds(case)):
-        try:
-            if not judge_case(mutant, case):
-                return
-        except Exception as error:
-            if "wait for each other" in str(error) or isinstance(error, AssertionError):
-                return
-            raise
-    pytest.fail("no case catches it")
+def cases_of(kind):
+    return sorted(CASES, key=lambda case: kind not in kinds(case))
 
 
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[::5], judge_case)
-
-
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(
+    module, MUTANTS, cases_of, judge_case, CASES[::5], errors=AssertionError
+)
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="some wait for ever on a GPU, where nobody takes the turn from them")

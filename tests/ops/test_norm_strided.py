@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.calls import equal, nearly_equal, needs_triton
-from ops.norm_oracle import BF16, DEVICE, FP16, FP32, Case, heads_laid_out, judge_case
+from ops.norm_oracle import Case, heads_laid_out, judge_case
+from ops.oracle import BF16, DEVICE, FP16, FP32
 
 import onepass
 import onepass.ops.norm.norm as module

@@ -5,17 +5,8 @@ import math
 import pytest
 import torch
 from ops.calls import backends, equal, gradients, incoming, needs_triton
-from ops.rope_oracle import (
-    BF16,
-    DEVICE,
-    FP32,
-    FP64,
-    heads_laid_out,
-    judge_case,
-    real_cases,
-    small_cases,
-    small_tiles,
-)
+from ops.oracle import BF16, DEVICE, FP32, FP64
+from ops.rope_oracle import heads_laid_out, judge_case, real_cases, small_cases, small_tiles
 
 import onepass
 import onepass.ops.attention.rope as module

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops.calls import backends, equal, refused
-from ops.rope_oracle import DEVICE
+from ops.oracle import DEVICE
 
 import onepass
 

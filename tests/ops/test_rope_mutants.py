@@ -1,7 +1,7 @@
 """Each mutant is a small, plausible slip, and the oracle that the real module passes must catch it."""
 
 import pytest
-from ops.calls import caught, check_copy
+from ops.mutants import mutant_tests
 from ops.rope_oracle import judge_case, small_cases, small_normed_cases
 
 import onepass.ops.attention.rope as module
@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from onepass.kernels import column_reduce, rows
 from onepass.ops.attention import rope_kernels as kernels
 from onepass.ops.attention import rope_norm, rope_norm_kernels
-from onepass.testing.mutants import mutate
 
 CASES, NORMED = small_cases(), small_normed_cases()
 MUTANTS = {  # name: module, function, what is there, what stands there instead
@@ -106,16 +105,5 @@ OF_NORM = {
     "weights' gradients exchanged": (rope_norm, "_NormedRopeFunction.backward", "grads.put(dweights)", "grads.put(dweights[::-1])"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", OF_NORM)
-def test_mutants_of_the_norm_are_caught(name):
-    assert caught(mutate(*OF_NORM[name], entry=module), NORMED, judge_case), "no case catches it"
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    assert caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case), "no case catches it"
-
-
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[::3] + NORMED[::3], judge_case)
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES[::3])
+test_mutants_of_the_norm_are_caught, test_a_copy_passes_with_the_norm = mutant_tests(module, OF_NORM, NORMED, judge_case, NORMED[::3])

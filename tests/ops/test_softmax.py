@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from ops import softmax_oracle as oracle
-from ops.bias_activation_oracle import laid_out
 from ops.calls import backends, equal, gradients, needs_triton, refused
-from ops.softmax_oracle import BF16, DEVICE, FP32, INF, LAYOUTS, NAN, judge_case, small_tiles
+from ops.oracle import BF16, DEVICE, FP32, laid_out
+from ops.softmax_oracle import INF, LAYOUTS, NAN, judge_case, small_tiles
 
 import onepass
 import onepass.ops.softmax.softmax as module

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from ops.calls import caught, check_copy
+from ops.mutants import mutant_tests
 from ops.softmax_oracle import judge_case, main_cases
 
 import onepass.ops.softmax.softmax as module
@@ -11,7 +11,6 @@ import onepass.ops.softmax.softmax as module
 pytest.importorskip("triton")
 from onepass.kernels import layout
 from onepass.ops.softmax import kernels
-from onepass.testing.mutants import mutate
 
 CASES = sorted(main_cases(), key=lambda case: math.prod(case.shape[:-1]))  # programs cost: most are caught by a few
 MUTANTS = {  # name: module, function, what is there, what stands there instead
@@ -65,11 +64,4 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "layout: rows a multiple of their gap apart": (layout, "_levels", " == size *", " >= size *"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    assert caught(mutate(*MUTANTS[name], entry=module), CASES, judge_case), "no case catches it"
-
-
-def test_a_copy_without_a_change_passes():
-    check_copy(module, CASES[:8], judge_case)
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES[:8])
