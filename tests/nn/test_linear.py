@@ -299,33 +299,6 @@ def test_gradients_of_rows_are_the_same_each_time(main):
     assert all(torch.equal(main_grad, sums[0]) for main_grad in sums)
 
 
-def test_each_kind_of_pass():
-    layer = gathering(VocabParallelEmbedding(11, 6, device=DEVICE))
-    ids, weight = tokens(8), layer.weight
-    y = layer(ids)
-    (asked,) = torch.autograd.grad(y.sum(), weight, retain_graph=True)
-    counts = ids.bincount(minlength=11).float()
-    torch.testing.assert_close(asked[:, 0], counts)
-    assert not weight.main_grad.any() and not weight.grad_added_to_main_grad
-    scale = torch.ones((), device=DEVICE, requires_grad=True)
-    torch.autograd.grad((layer(ids) * scale).sum(), scale)
-    assert not weight.main_grad.any()
-    y.sum().backward()
-    torch.testing.assert_close(weight.main_grad[:, 0], counts)
-    assert weight.grad_added_to_main_grad and not weight.grad.any()
-
-
-def test_megatron_fsdp_is_overwritten():
-    layer = VocabParallelEmbedding(11, 6, device=DEVICE)
-    weight, buffer = layer.weight, torch.ones(11, 6, device=DEVICE)
-    weight.__fsdp_param__ = True
-    weight.get_main_grad, weight.grad_added_to_main_grad = lambda: buffer, False
-    ids = tokens(8)
-    layer(ids).sum().backward()
-    torch.testing.assert_close(buffer[:, 0], ids.bincount(minlength=11).float())
-    assert weight.grad_added_to_main_grad and not weight.grad.any()
-
-
 @pytest.mark.parametrize("gathers", (True, False))
 def test_tied_with_the_head(gathers):
     layer = VocabParallelEmbedding(11, 6, device=DEVICE)
@@ -345,13 +318,6 @@ def test_what_is_frozen_costs_nothing():
     layer = VocabParallelEmbedding(11, 6).requires_grad_(False)
     layer.weight.main_grad = "not a tensor"  # and is not looked at
     assert not layer(tokens(3).cpu()).requires_grad
-
-
-def test_a_bad_main_grad_is_named_before_anything_happens():
-    layer = VocabParallelEmbedding(11, 6)
-    layer.weight.main_grad = torch.zeros(6, 11)
-    with pytest.raises(ValueError, match="main_grad must have its weight's shape"):
-        layer(torch.tensor([1]))
 
 
 def test_ids_of_nobody_are_nan_where_they_are_not_looked_at():

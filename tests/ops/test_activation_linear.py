@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 from ops.activation_linear_calls import NAMES, op, tensors
-from ops.bias_activation_oracle import BF16, DEVICE, FP16, FP32, GATED, PLAIN, laid_out, small_tiles
+from ops.bias_activation_oracle import GATED, PLAIN, small_tiles
 from ops.calls import backends, equal, gradients, incoming, needs_triton, relative
+from ops.oracle import BF16, DEVICE, FP16, FP32, laid_out
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -333,73 +334,3 @@ def test_autocast_rounds_the_operands_of_the_product(dtype, save, backend):
     inputs = [t.detach().double() for t in (x, weight, bias, activation_bias, token_weight)]
     with torch.autocast(DEVICE, BF16):
         assert op(backend="torch")(*inputs).dtype is torch.float64
-
-
-# ---- main_grad ----
-
-
-@backends
-@saves
-@pytest.mark.parametrize("mode", ("eager", "aot_eager"))
-def test_parameters_in_every_pass(mode, save, backend):
-    """Gathered by backward, returned to who asks for them by name, left alone by the others; compiled, the first only."""
-    inputs = tensors()
-    x, weight, bias, activation_bias, token_weight = inputs
-    call = op(save=save, backend=backend)
-    mine = weight, bias, activation_bias
-    expected = torch.autograd.grad(call(*inputs).square().sum(), (x, *mine))
-    parameters = [torch.nn.Parameter(t.detach()) for t in mine]
-    for parameter in parameters:
-        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
-    given = [x, *parameters, token_weight]
-
-    def run(*given):
-        return call(*given).square().sum()
-
-    torch._dynamo.reset()
-    loss = run if mode == "eager" else torch.compile(run, fullgraph=True, backend=mode)
-    exact = backend == "triton" or mode == "eager" or save != "fp8"
-    for step in (1, 2):
-        loss(*given).backward()
-        for parameter, total in zip(parameters, expected[1:], strict=True):
-            close = {"rtol": 1e-5, "atol": 1e-4} if exact else {"rtol": 0.1, "atol": 0.06 * total.abs().max().item()}
-            torch.testing.assert_close(parameter.main_grad, step * total, **close)
-        assert all(t.grad_added_to_main_grad is True and not t.grad.any() for t in parameters)
-    torch.testing.assert_close(x.grad, 2 * expected[0])
-    with unchanged(**{f"main{i}": t.main_grad for i, t in enumerate(parameters)}):
-        for asked, what in (([x], expected[:1]), (parameters, expected[1:])):
-            if mode == "eager":
-                torch.testing.assert_close(torch.autograd.grad(loss(*given), asked), what)
-            else:
-                with pytest.raises(RuntimeError, match="main_grad must be gathered"):
-                    torch.autograd.grad(loss(*given), asked)
-
-
-@backends
-@pytest.mark.parametrize("main", (FP32, BF16))
-def test_main_grad_of_bf16_weights_over_two_microbatches(main, backend):
-    x, weight, *rest = tensors(lead=(6, 8), dtype=BF16)
-    start = torch.randn_like(weight, dtype=main)
-    weight.main_grad, place = start.clone(), None
-    exact = start.double()
-    for step in range(2):
-        x = torch.randn_like(x).requires_grad_()
-        y = op(backend=backend)(x, weight, *rest)
-        dy, place = torch.randn_like(y), weight.main_grad.data_ptr()
-        y.backward(dy)
-        activated = onepass.bias_activation(x, rest[1], "swiglu", token_weight=rest[2], backend=backend).detach().double()
-        exact += dy.double().flatten(0, -2).T @ activated.flatten(0, -2)
-        assert relative(weight.main_grad, exact) <= (1e-6 if main is FP32 else 4e-3), step
-        assert weight.main_grad.data_ptr() == place and weight.grad is None
-
-
-@backends
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_checkpointing_adds_to_main_grad_once(reentrant, backend):
-    x, weight, *rest = tensors()
-    expected = gradients(op(backend=backend), (x, weight, *rest))[2]
-    weight.main_grad = torch.zeros_like(weight)
-    y = checkpoint(lambda t: op(backend=backend)(t, weight, *rest), x, use_reentrant=reentrant)
-    y.backward(incoming(y))
-    torch.testing.assert_close(weight.main_grad, expected)
-    assert weight.grad is None

@@ -7,7 +7,8 @@ import pytest
 import torch
 from ops.calls import backends, equal, gradients, needs_triton, says
 from ops.fp8_calls import RECIPES, decibels
-from ops.gated_norm_oracle import BF16, DEVICE, FP32, small_tiles
+from ops.gated_norm_oracle import small_tiles
+from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 from onepass.ops.norm import gated_rows
@@ -114,21 +115,6 @@ def test_rows_are_rebuilt_over_their_gradient(monkeypatch):
     op("triton", group_size=HEAD)(*tensors(dtype=BF16)).sum().backward()
     ((gradient, rows),) = places
     assert gradient == rows
-
-
-@backends
-@pytest.mark.parametrize("shared", (False, True))
-def test_main_grad_takes_gradients(shared, backend):
-    inputs, options = tensors(19, shared=shared), {"group_size": HEAD}
-    expected = gradients(op(backend, **options), inputs)
-    parameters = [torch.nn.Parameter(t.detach().clone()) for t in inputs[2:]]
-    for parameter in parameters:
-        parameter.main_grad = torch.ones(parameter.shape, device=DEVICE)
-    y = op(backend, **options)(*inputs[:2], *parameters)
-    y.backward(torch.linspace(-1, 2, y.numel(), device=DEVICE).view(y.shape))
-    for parameter, grad in zip(parameters, expected[3:], strict=True):
-        assert parameter.grad is None
-        torch.testing.assert_close(parameter.main_grad, 1 + grad, rtol=1e-5, atol=1e-5)
 
 
 @backends

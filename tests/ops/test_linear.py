@@ -1,13 +1,13 @@
 """linear: the formula's values and gradients, sums in main_grad, what it keeps, autocast, errors.
 
 Over ranks: tests/parallel/test_products.py. main_grad in each kind of pass, checkpointed and compiled:
-tests/runtime/test_main_grad.py.
+test_main_grad.py.
 """
 
 import pytest
 import torch
 from ops.calls import backends, equal, gradients, relative
-from ops.norm_oracle import BF16, DEVICE, FP16, FP32
+from ops.oracle import BF16, DEVICE, FP16, FP32
 from torch import nn
 from torch.nn import functional as F
 
@@ -133,22 +133,6 @@ X, W = torch.zeros(2, 8), torch.zeros(3, 8)
 def test_errors_name_the_argument(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-@pytest.mark.parametrize(
-    ("main_grad", "error", "words"),
-    [
-        (torch.zeros(8, 3), ValueError, r"main_grad must have its weight's shape \(3, 8\), but has \(8, 3\)"),
-        (torch.zeros(3, 8, dtype=torch.int32), TypeError, "main_grad must be fp32, fp16 or bf16, but is torch.int32"),
-        (torch.zeros(3, 8, device="meta"), ValueError, "main_grad must be on cpu, as its weight, but is on meta"),
-        ("here", TypeError, "main_grad must be a tensor, but is a str"),
-    ],
-)
-def test_a_wrong_main_grad_is_refused_in_forward(main_grad, error, words):
-    weight = nn.Parameter(W.clone())
-    weight.main_grad = main_grad
-    with pytest.raises(error, match=words):
-        onepass.linear(X, weight)
 
 
 def test_explain_says_where_gradients_go():

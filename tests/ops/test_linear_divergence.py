@@ -291,27 +291,3 @@ def test_a_tied_weight(reduction):
         function(student, weight, student.detach() + 1, weight, reduction=reduction).sum().backward()
         grads.append(weight.grad)
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("reduction", ("mean", "none"))
-def test_main_grad(reduction):
-    """Two calls add to main_grad, autograd.grad leaves it alone, and flags are set."""
-    student, weight, teacher, teacher_weight = heads(dtype=BF16)
-    weight, bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(torch.zeros(70, device=DEVICE, dtype=BF16))
-    for t in (weight, bias):
-        t.main_grad, t.grad_added_to_main_grad = torch.zeros_like(t, dtype=torch.float32, requires_grad=False), False
-
-    def loss():
-        return onepass.linear_divergence(
-            student, weight, teacher, teacher_weight, student_bias=bias, reduction=reduction
-        ).sum()  # fmt: skip
-
-    own = torch.autograd.grad(loss(), (weight, bias))
-    assert not weight.main_grad.any() and not weight.grad_added_to_main_grad
-    torch.autograd.grad(loss(), student)
-    assert not weight.main_grad.any()
-    for _ in range(2):
-        loss().backward()
-    assert weight.grad_added_to_main_grad and bias.grad_added_to_main_grad
-    for t, grad in zip((weight, bias), own, strict=True):
-        torch.testing.assert_close(t.main_grad / 2, grad.float(), rtol=1e-2, atol=1e-3)

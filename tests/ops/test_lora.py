@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 from ops.calls import equal
-from ops.linear_cross_entropy_oracle import DEVICE, forced, real, taken, ways
+from ops.linear_cross_entropy_oracle import forced, real, taken, ways
+from ops.oracle import DEVICE
 from torch import nn
 
 import onepass
@@ -88,23 +89,6 @@ def test_adapters_in_fp32_beside_bf16(head, reduction):
         assert mine.grad.dtype is FP32
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=5e-2, atol=2e-2 * float(theirs.grad.abs().max()))
         assert mine.grad.to(BF16).to(FP32).ne(mine.grad).any()
-
-
-@heads
-@pytest.mark.parametrize("reduction", ("mean", "none"))
-def test_main_grad(head, reduction):
-    """Two calls add to a's and b's main_grad, autograd.grad leaves it alone, and flags are set."""
-    given = drawn()
-    a, b = given[2:4]
-    for t in (a, b):
-        t.main_grad, t.grad_added_to_main_grad = torch.zeros_like(t, requires_grad=False), False
-    own = torch.autograd.grad(call(head, given, reduction=reduction).sum(), (a, b))
-    assert not any(t.main_grad.any() or t.grad_added_to_main_grad for t in (a, b))
-    for _ in range(2):
-        call(head, given, reduction=reduction).sum().backward()
-    for t, grad in zip((a, b), own, strict=True):
-        assert t.grad_added_to_main_grad and not t.grad.any()
-        torch.testing.assert_close(t.main_grad / 2, grad)
 
 
 def test_a_promised_gradient():

@@ -1,18 +1,16 @@
 """Norm weights and biases that carry main_grad: gathered there in fp32 by every op that has such, in every kind of pass."""
 
-import contextlib
 from collections import Counter
 
 import pytest
 import torch
 from ops.bias_activation_oracle import small_tiles as activation_tiles
-from ops.calls import Operators, backends, equal, needs_triton, relative
-from ops.norm_oracle import BF16, DEVICE, FP16, FP32
+from ops.calls import backends, equal, needs_triton
 from ops.norm_oracle import small_tiles as norm_tiles
+from ops.oracle import BF16, DEVICE, FP16, FP32
 
 import onepass
 from onepass.gradients import vectors
-from onepass.gradients.main_grad import captured_by_grad
 from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.kernels import column_reduce
 from onepass.ops.activation import kernels as activation_kernels
@@ -36,9 +34,6 @@ OPS = {
     ),
 }
 ops = pytest.mark.parametrize("name", OPS)
-INDUCTOR = ("residual", "bias_activation")  # each of which takes seconds
-
-
 def eye(n, x):
     """A linear layer that does nothing: its first rows, as wide ones would take long."""
     return torch.eye(min(n, 64), n, device=DEVICE, dtype=x.dtype)
@@ -64,68 +59,6 @@ def exact(name, x, vectors):
     wide = [t.detach().double().requires_grad_() for t in (x, *vectors)]
     OPS[name](*wide, "torch").sum().backward()
     return [t.grad for t in used(name, wide[1:])]
-
-
-@backends
-@ops
-@pytest.mark.parametrize("main", (FP32, BF16, FP16), ids=lambda t: f"main {t}")
-def test_sums_over_microbatches_are_fp32(name, backend, main):
-    x, *vectors = given(BF16, main)
-    total = 0
-    for _ in range(4):
-        x = torch.randn_like(x).requires_grad_()
-        OPS[name](x, *vectors, backend).sum().backward()
-        total = [a + b for a, b in zip(total or [0, 0], exact(name, x, vectors), strict=False)]
-    for vector, expected in zip(used(name, vectors), total, strict=True):
-        # the linear ones' incoming gradient, norm and activation are rounded as operands of products are
-        assert relative(vector.main_grad, expected) < (1e-2 if main is not FP32 else 2e-3 if "linear" in name else 1e-5)
-        assert vector.grad_added_to_main_grad is True and vector.grad.dtype is BF16 and not vector.grad.any()
-
-
-@backends
-@pytest.mark.parametrize(("name", "mode"), [*((name, "aot_eager") for name in OPS), *((name, "inductor") for name in INDUCTOR)])
-def test_compiled(name, backend, mode):
-    x, *vectors = given(FP32, FP32)
-    expected = exact(name, x, vectors)
-    torch._dynamo.reset()
-    loss = torch.compile(lambda x: OPS[name](x, *vectors, backend).sum(), fullgraph=True, backend=mode)
-    for step in (1, 2):
-        loss(x).backward()
-        for vector, once in zip(used(name, vectors), expected, strict=True):
-            torch.testing.assert_close(vector.main_grad.double(), step * once, rtol=1e-4, atol=1e-4)
-            assert vector.grad_added_to_main_grad is True and not vector.grad.any()
-    kept = {"a": vectors[0].main_grad, "b": vectors[1].main_grad}
-    with unchanged(**kept), pytest.raises(RuntimeError, match="main_grad must be gathered"):
-        torch.autograd.grad(loss(x), x)
-
-
-@backends
-@ops
-def test_each_kind_of_pass_gets_what_it_asks_for(name, backend):
-    x, *vectors = given(FP32)
-    plain = torch.autograd.grad(OPS[name](x, *vectors, backend).sum(), (x, *used(name, vectors)))
-    for vector in vectors:
-        vector.main_grad = torch.zeros(H, device=DEVICE)
-    with unchanged(a=vectors[0].main_grad, b=vectors[1].main_grad):
-        assert torch.equal(torch.autograd.grad(OPS[name](x, *vectors, backend).sum(), x)[0], plain[0])
-        got = torch.autograd.grad(OPS[name](x, *vectors, backend).sum(), used(name, vectors))
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, plain[1:], strict=True))
-    OPS[name](x, *vectors, backend).sum().backward()
-    assert all(torch.equal(v.main_grad, b) and v.grad is None for v, b in zip(used(name, vectors), plain[1:], strict=True))
-
-
-@backends
-@ops
-def test_frozen_ones_and_evaluation_write_nothing(name, backend):
-    x, *vectors = given(FP32, FP32)
-    with torch.no_grad():
-        y = OPS[name](x, *vectors, backend)
-    for vector in vectors:
-        vector.requires_grad_(False)
-        vector.main_grad = "not looked at"
-    torch.testing.assert_close(OPS[name](x, *vectors, backend), y)  # a kernel that keeps statistics rounds in another order
-    OPS[name](x, *vectors, backend).sum().backward()
-    assert all(v.grad_added_to_main_grad is False for v in vectors)
 
 
 def test_others_come_back_as_they_are():
@@ -212,24 +145,6 @@ def test_no_node_no_copy_and_no_gradient_of_its_own(name):
 
 @backends
 @ops
-@pytest.mark.parametrize("main", (FP32, BF16), ids=lambda t: f"main {t}")
-def test_who_watches_backward_alone_sees_registered_ops_and_the_same_sums(name, backend, main):
-    results = []
-    for mode in (contextlib.nullcontext(), Operators()):
-        torch.manual_seed(3)
-        x, *vectors = given(BF16, main)
-        for vector in vectors:
-            vector.main_grad.add_(17)
-        y = OPS[name](x, *vectors, backend)
-        with mode:
-            y.backward(torch.ones_like(y))
-        results.append([t.main_grad for t in used(name, vectors)])
-        assert all(v.grad_added_to_main_grad is True and not v.grad.any() for v in used(name, vectors))
-    assert equal(*results) and any("onepass.add_gradient" in seen for seen in mode.names)
-
-
-@backends
-@ops
 def test_retained_graphs_tied_vectors_and_layers_used_twice(name, backend):
     torch.manual_seed(5)
     x, *vectors = given(FP32, FP32)
@@ -274,50 +189,6 @@ def test_what_the_kernel_can_add_to_in_part_or_not_at_all(name, backend, kind):
             continue
         torch.testing.assert_close((vector.main_grad if moved else vector.grad).double(), expected, rtol=1e-4, atol=1e-4)
         assert not moved or (vector.grad_added_to_main_grad is True and not vector.grad.any())
-
-
-@backends
-@ops
-def test_a_pass_that_warms_up_for_a_graph_leaves_main_grad_and_returns_zeros(name, backend):
-    x, *vectors = given(FP32, FP32)
-    mine = used(name, vectors)
-    kept = {str(i): vector.main_grad for i, vector in enumerate(mine)}
-    with captured_by_grad(mine):
-        y = OPS[name](x, *vectors, backend).sum()
-        with unchanged(**kept):
-            found = torch.autograd.grad(y, [x, *mine])
-    assert all(not grad.any() and grad.dtype is vector.dtype for grad, vector in zip(found[1:], mine, strict=True))
-    assert torch.equal(found[0], torch.autograd.grad(OPS[name](x, *vectors, backend).sum(), x)[0])
-
-
-@needs_triton
-@ops
-def test_a_failure_leaves_main_grad_and_flags_as_they_were(name, monkeypatch):
-    x, *vectors = given(FP32, FP32)
-    y = OPS[name](x, *vectors, "triton").sum()
-
-    def fail(*args):
-        raise RuntimeError("no launch")
-
-    monkeypatch.setattr("onepass.kernels.launch.Bound.__call__", fail)
-    with unchanged(a=vectors[0].main_grad, b=vectors[1].main_grad), pytest.raises(RuntimeError, match="no launch"):
-        y.backward()
-    assert all(v.grad_added_to_main_grad is False and v.grad is None for v in vectors)
-
-
-@backends
-@ops
-def test_megatron_fsdps_buffer_is_overwritten(name, backend):
-    """It is there in backward only, and holds anything."""
-    x, *vectors = given(FP32)
-    for vector in vectors:
-        vector.__fsdp_param__, vector.place, vector.grad_added_to_main_grad = True, torch.empty(H, device=DEVICE), False
-        vector.get_main_grad = lambda vector=vector: vector.place.fill_(float("nan"))
-    for _ in range(2):
-        OPS[name](x, *vectors, backend).sum().backward()
-        for vector, expected in zip(used(name, vectors), exact(name, x, vectors), strict=True):
-            torch.testing.assert_close(vector.place.double(), expected, rtol=1e-4, atol=1e-4)
-            assert vector.grad_added_to_main_grad is True and not vector.grad.any()
 
 
 # ---- mutants of the addition ----

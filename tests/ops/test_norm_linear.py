@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.calls import backends, gradients, incoming, needs_triton, outputs, relative
 from ops.norm_linear_calls import NAMES, USES, kinds, op, tensors
-from ops.norm_oracle import BF16, DEVICE, FP16, FP32
+from ops.oracle import BF16, DEVICE, FP16, FP32
 from torch.nn import functional as F
 
 import onepass
@@ -214,6 +214,39 @@ def test_norm_and_linear_apart_keep_one_more(layer):
 
 
 # ---- what people wrap around it ----
+
+
+@backends
+def test_main_grad_is_left_alone_where_the_norms_output_is_used_alone(backend):
+    inputs = tensors()
+    weight = inputs[2]
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+    call = op(backend=backend, return_norm_output=True)
+    with unchanged(main_grad=weight.main_grad):
+        call(*inputs)[1].sum().backward()  # norm(x) alone
+        weight.requires_grad_(False)
+        call(*inputs)[0].sum().backward()
+    assert weight.grad is None and weight.grad_added_to_main_grad is False and inputs[0].grad.any()
+
+
+@backends
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_autocast_rounds_the_operands_of_the_product(backend, dtype):
+    x = torch.randn(5, 16, device=DEVICE).to(dtype).requires_grad_()
+    norm_weight, bias = (torch.randn(n, device=DEVICE, requires_grad=True) for n in (16, 8))
+    weight = torch.nn.Parameter(torch.randn(8, 16, device=DEVICE))
+    weight.main_grad = torch.zeros(8, 16, device=DEVICE)
+    with torch.autocast(DEVICE, BF16):
+        y = module.norm_linear(x, norm_weight, weight, bias, backend=backend)
+    assert y.dtype is BF16
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    exact = [t.detach().double().requires_grad_() for t in (x, norm_weight, weight, bias)]
+    module.norm_linear_reference(*exact).backward(dy.double())
+    for got, true in zip((x.grad, norm_weight.grad, weight.main_grad, bias.grad), exact, strict=True):
+        assert ((got.double() - true.grad).norm() / true.grad.norm()) < 1e-2
+    assert x.grad.dtype is dtype
+    assert bias.grad.dtype is torch.float32
 
 
 # ---- what is said of a call ----

@@ -4,7 +4,6 @@ import pytest
 import torch
 from ops.calls import Operators
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from onepass.gradients import main_grad as module
 from onepass.gradients.main_grad import GradRequest, add_gradient, main_grad_of, placeholder, vector_gradient, weight_gradient
@@ -139,26 +138,6 @@ def linear(M=5, N=6, K=7, main=FP32):
     return x.requires_grad_(), weight, bias
 
 
-@pytest.mark.parametrize("before", (lambda t: t, lambda t: t * 1), ids=("a leaf", "computed"))
-def test_each_kind_of_pass_gets_what_it_asks_for(before):
-    x, weight, bias = linear()
-    expected = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, weight, bias))
-
-    def loss():
-        return linear_product(before(x), weight, bias).square().sum()
-
-    with unchanged(weight=weight.main_grad, bias=bias.main_grad):  # passes that don't gather
-        torch.testing.assert_close(torch.autograd.grad(loss(), x), expected[:1])
-        torch.testing.assert_close(torch.autograd.grad(loss(), weight), expected[1:2])
-        torch.testing.assert_close(torch.autograd.grad(loss(), (bias, x)), (expected[2], expected[0]))
-        loss().backward(inputs=[x])
-    assert weight.grad is None and bias.grad is None
-    loss().backward()
-    torch.testing.assert_close((weight.main_grad, bias.main_grad), expected[1:])
-    loss().backward(inputs=[weight])
-    torch.testing.assert_close((weight.main_grad, bias.main_grad), (2 * expected[1], expected[2]))
-
-
 def test_dgrad_then_wgrad_as_zero_bubble_schedules_do(monkeypatch):
     """The first pass computes no gradient of the weight, the second none of x, and the gradient is the second's result."""
     x, weight, bias = linear()
@@ -283,56 +262,6 @@ def test_compiled(backend, flag):
     for somebody in (x, weight):
         with unchanged(weight=weight.main_grad, bias=bias.main_grad), pytest.raises(RuntimeError, match="main_grad must be"):
             torch.autograd.grad(compiled(), somebody)
-
-
-@pytest.mark.parametrize("reentrant", (False, True))
-def test_checkpointing_adds_once(reentrant):
-    x, weight, bias = linear()
-    expected = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (weight, bias))
-    checkpoint(lambda t: linear_product(t, weight, bias).square().sum(), x, use_reentrant=reentrant).backward()
-    torch.testing.assert_close((weight.main_grad, bias.main_grad), expected)
-
-
-def test_a_second_backward_adds_again_and_one_that_fails_before_leaves_things_as_they_were():
-    x, weight, bias = linear()
-    y = linear_product(x, weight, bias).sum()
-    y.backward(retain_graph=True)
-    once = weight.main_grad.clone()
-    y.backward()
-    torch.testing.assert_close(weight.main_grad, 2 * once)
-    weight.main_grad = torch.zeros(3, 3, device=DEVICE)
-    with unchanged(weight=weight.main_grad, bias=bias.main_grad), pytest.raises(ValueError, match="main_grad must have"):
-        linear_product(x, weight, bias)
-
-
-# ---- Megatron-FSDP ----
-
-
-class _Sharded(torch.nn.Parameter):
-    """Its main_grad is there in backward only, and holds anything."""
-
-    def get_main_grad(self):
-        self.asked = getattr(self, "asked", 0) + 1
-        return self.place.fill_(float("nan"))
-
-
-@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-def test_megatron_fsdps_buffer_is_overwritten(compiled):
-    x, weight, bias = linear(main=None)
-    expected = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (weight, bias))
-    parameters = [_Sharded(t.detach()) for t in (weight, bias)]
-    for parameter in parameters:
-        parameter.__fsdp_param__, parameter.place = True, torch.empty_like(parameter)
-        parameter.grad_added_to_main_grad = False
-
-    def loss(x, weight, bias):
-        return linear_product(x, weight, bias).square().sum()
-
-    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
-    for step in (1, 2):
-        run(x, *parameters).backward()
-        torch.testing.assert_close([p.place for p in parameters], [t.detach() for t in expected])
-        assert all(p.asked == step and p.grad_added_to_main_grad is True and not p.grad.any() for p in parameters)
 
 
 # ---- errors ----
