@@ -11,16 +11,16 @@ from onepass.testing.mutants import copy_package, mutate
 
 MUTANTS = {
     "a scale left out": (lora, "_scaled", "beta=0, alpha=scale", "beta=0, alpha=1.0"),
-    "a scale of 1 for all": (lora, "_low_rank", "len({part.scale for part in parts}) == 1", "True"),
+    "a scale of 1 for all": (lora, "_low_rank", "len(parts) == 1 or len({part.scale for part in parts}) == 1", "True"),
     "u without its scale": (lora, "_low_rank_gradient", "of_part, part.scale, u", "of_part, 1.0, u"),
-    "u of all columns of dy": (lora, "_low_rank_gradient", "dy[:, part.of_y]", "dy[:, : part.of_y.stop - part.of_y.start]"),
+    "u of all columns of dy": (lora, "_low_rank_gradient", "_scaled(dy[:, part.of_y]", "_scaled(dy[:, : part.of_y.stop - part.of_y.start]"),
     "the bias added twice": (lora, "_expanded", "return F.linear(t, b[0], bias)", "return F.linear(t, b[0], None if bias is None else 2 * bias)"),
     "a neighbour's columns of t": (lora, "_expanded", "t[:, part.of_t]", "t[:, : part.of_t.stop - part.of_t.start]"),
     "y begins with what lies there": (lora, "_expanded", "t.new_zeros(len(t), N)", "t.new_ones(len(t), N)"),
     "da of x before the norm": (function, "_of_adapters", "prologue.rows_again(kept) if made is None or made.rows is None else made.rows", "kept[0]"),
     "dx without what adapters add": (lora, "LoRAPass.output_gradient", "self.u @ a if came", "0 * self.u @ a if came"),
-    "db of all columns": (lora, "LoRAPass._gradients_of_b", "dy[:, part.of_y]", "dy[:, : part.of_y.stop - part.of_y.start]"),
-    "gradients of a in another order": (lora, "LoRAPass.gradients", "sums[::2] = da.split([len(a) for a in parameters[::2]])", "sums[::2] = da.split([len(a) for a in parameters[::2]])[::-1]"),
+    "db of all columns": (lora, "LoRAPass._gradients_of_b", "_columns(dy, part.of_y)", "dy[:, : part.of_y.stop - part.of_y.start]"),
+    "gradients of a in another order": (lora, "LoRAPass.gradients", "da.split([a.shape[0] for a in parameters[::2]])", "da.split([a.shape[0] for a in parameters[::2]])[::-1]"),
     "rows are not kept for a": (lora, "LoRAProduct.forward", "(*needs[:-2], True, needs[-1])", "needs"),
     "adapters of one scale are another part": (lora, "_parts_of", "(parts[-1].of_y, parts[-1].scale) == (of_y, scale)", "parts[-1].scale == scale"),
 }  # fmt: skip

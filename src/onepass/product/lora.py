@@ -1,7 +1,7 @@
 """LoRA beside a layer's weight: y gains scale * rows @ a.T @ b.T, as if the weight were weight + scale * b @ a.
 
-Forward   t = scale * rows @ a.T, [M, r]; y = t @ b.T + bias, to which the layer's product is added. In 16 bits cuBLAS adds it, in
-          fp32, to t @ b.T rounded; in eight bits t @ b.T is added to y.
+Forward   t = scale * rows @ a.T, [M, r]; y = t @ b.T + bias, to which the layer's product is added. In 16 bits cuBLAS rounds the
+          product and adds it; in eight bits t @ b.T is added to y.
 Backward  u = scale * dy @ b, [M, r]. u @ a is where dy @ weight is added; da = u.T @ rows and db = dy.T @ t are fp32.
 Saves     t, and a and b in the product's type, beside what the layer saves when its weight is trained. A weight that asks for no
           gradient makes none.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -134,17 +135,21 @@ class _Part(NamedTuple):
     scale: float
 
 
-def _parts_of(adapters: Sequence[LoRA], N: int) -> tuple[_Part, ...]:
+def _parts_of(adapters: tuple[tuple[int, float, tuple[int, int] | None], ...], N: int) -> tuple[_Part, ...]:
+    """Return the parts of adapters of these ranks, scales and rows."""
     parts: list[_Part] = []
     end = 0
-    for i, (a, _, scale, rows) in enumerate(adapters):
+    for i, (rank, scale, rows) in enumerate(adapters):
         of_y, at, first = slice(*(rows or (0, N))), end, i
         if parts and (parts[-1].of_y, parts[-1].scale) == (of_y, scale):
             joined = parts.pop()
             at, first = joined.of_t.start, joined.adapters.start
-        end += a.shape[0]
+        end += rank
         parts.append(_Part(slice(at, end), of_y, slice(first, i + 1), float(scale)))
     return tuple(parts)
+
+
+_cached_parts_of = lru_cache(maxsize=4096)(_parts_of)  # to make them takes 5 us of a call; a compiler warns of caches
 
 
 class LoRAProduct(NamedTuple):
@@ -166,8 +171,9 @@ class LoRAProduct(NamedTuple):
     @classmethod
     def around(cls, base: Product, adapters: Sequence[LoRA], weight: Tensor) -> LoRAProduct:
         """Return a layer's product with its adapters, which are in the order of the rows that they change."""
-        parts = _parts_of(adapters, weight.shape[0])
-        return cls(base, parts, 2 * len(adapters), deferred=base.deferred, takes_unrounded=base.takes_unrounded)
+        parts_of = _parts_of if torch.compiler.is_compiling() else _cached_parts_of
+        parts = parts_of(tuple([(a.shape[0], scale, rows) for a, _, scale, rows in adapters]), weight.shape[0])
+        return cls(base, parts, 2 * len(adapters), (), (), base.deferred, base.takes_unrounded)
 
     def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
         return self.base.rows_in(x_type, dtype)
@@ -208,9 +214,9 @@ def _joined(b: Sequence[Tensor]) -> Tensor:
 
 def _low_rank(rows: Tensor, a: Tensor, parts: Sequence[_Part]) -> Tensor:
     """Return t, [M, r]."""
-    if len({part.scale for part in parts}) == 1:
+    if len(parts) == 1 or len({part.scale for part in parts}) == 1:
         return _scaled(rows, a.t(), parts[0].scale)
-    t = rows.new_empty(len(rows), len(a))
+    t = rows.new_empty(rows.shape[0], a.shape[0])
     for part in parts:
         _scaled(rows, a[part.of_t].t(), part.scale, t[:, part.of_t])
     return t
@@ -219,7 +225,7 @@ def _low_rank(rows: Tensor, a: Tensor, parts: Sequence[_Part]) -> Tensor:
 def _low_rank_gradient(dy: Tensor, b: Sequence[Tensor], parts: Sequence[_Part]) -> Tensor:
     """Return u, [M, r]."""
     if len(parts) == 1:
-        return _scaled(dy[:, parts[0].of_y], b[0], parts[0].scale)
+        return _scaled(_columns(dy, parts[0].of_y), b[0], parts[0].scale)
     u = dy.new_empty(len(dy), parts[-1].of_t.stop)
     for part, of_part in zip(parts, b, strict=True):
         _scaled(dy[:, part.of_y], of_part, part.scale, u[:, part.of_t])
@@ -234,8 +240,12 @@ def _scaled(first: Tensor, second: Tensor, scale: float, out: Tensor | None = No
     if out is None:
         if scale == 1.0:
             return first @ second
-        out = first.new_empty(len(first), second.shape[1])
+        out = first.new_empty(first.shape[0], second.shape[1])
     return torch.addmm(out, first, second, beta=0, alpha=scale, out=out)
+
+
+def _columns(t: Tensor, columns: slice) -> Tensor:
+    return t if columns.stop - columns.start == t.shape[1] else t[:, columns]
 
 
 def _expanded(t: Tensor, b: Sequence[Tensor], parts: Sequence[_Part], N: int, bias: Tensor | None) -> Tensor:
@@ -295,9 +305,9 @@ class LoRAPass:
                 self.u = start_all_gather(self.u, layout.group).wait()
         if asks_rows:
             assert self.u is not None
-            came = self.u @ a if came is None else torch.addmm(rows_of(came), self.u, a)
-            rows = dy.shape[:-1] if len(came) == len(rows_of(dy)) else (len(came),)  # gathered
-            came, ours = came.view(*rows, a.shape[1]), True
+            came, ours = self.u @ a if came is None else torch.addmm(rows_of(came), self.u, a), True
+            if dy.dim() != 2 and (layout is None or not layout.gathers_dy):
+                came = came.view(*dy.shape[:-1], a.shape[1])
         return self.base.output_gradient(dy, weight, came, asks_rows, asks_weight, later=later, ours=ours)
 
     def weight_gradient(
@@ -317,7 +327,7 @@ class LoRAPass:
             assert self.u is not None
             u = self.u if layout is None or layout.by_row else start_sum(self.u, layout).wait()
             da = _summed(_wide_product(u, rows_of(rows())), layout, layout is not None and layout.gathers_x)
-            sums[::2] = da.split([len(a) for a in parameters[::2]])
+            sums[::2] = [da] if len(parameters) == 2 else da.split([a.shape[0] for a in parameters[::2]])
         if self.asks_b:
             t = self.t if layout is None or not layout.by_row else start_sum(self.t.clone(), layout).wait()
             sums[1::2] = [db for part in self.call.parts for db in self._gradients_of_b(rows_of(dy), t, part)]
@@ -326,9 +336,10 @@ class LoRAPass:
 
     def _gradients_of_b(self, dy: Tensor, t: Tensor, part: _Part) -> Sequence[Tensor]:
         layout = self.layout
-        db = _summed(_wide_product(dy[:, part.of_y], t[:, part.of_t]), layout, layout is not None and layout.gathers_dy)
-        gradients: Sequence[Tensor] = db.split([b.shape[1] for b in self.call.parameters[1::2][part.adapters]], 1)
-        return gradients
+        product = _wide_product(_columns(dy, part.of_y), _columns(t, part.of_t))
+        db = _summed(product, layout, layout is not None and layout.gathers_dy)
+        ranks = [b.shape[1] for b in self.call.parameters[1::2][part.adapters]]
+        return [db] if len(ranks) == 1 else db.split(ranks, 1)
 
 
 def _wide_product(first: Tensor, second: Tensor) -> Tensor:
