@@ -641,6 +641,11 @@ OPS_ROWS = [
         "linear",
     ),
     (
+        "[`lora_linear`](docs/guide.md#lora-of-a-layer)",
+        "a linear layer and its LoRA; no gradient of a frozen weight, and no product in fp32 of adapters in fp32",
+        "lora_linear",
+    ),
+    (
         "[`activation_linear`](docs/guide.md#linear-layers)",
         "an activation and the linear layer after it; saves only the activation's input",
         "activation_linear",

@@ -40,7 +40,8 @@ REFUSED = {  # op, tensor and placement -> what to do
 
 @cache
 def mesh():
-    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    """Return all ranks. `attempts` has no default device, so the group's backend says where they are."""
+    return init_device_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", (dist.get_world_size(),))
 
 
 def results(found):
