@@ -122,13 +122,8 @@ def _random_cross_entropy(draw: Draw) -> RandomCall:
         # of 16-bit logits the logsumexp is kept in fp32, and a probability is off by its rounding
         size = _size(logits) if dtype is not FP32 else 1.0
         rows = logits.numel() // vocabulary
-        asked = check_statistics(options["return_stats"])
-        floating = [name for name in asked if name != "correct"]  # as results are counted
-        lost = _error_of_differences(logits, options["softcap"]) if dtype is FP64 else 0.0
-        floor = {"log_prob": lost, "entropy": _ROUNDED + lost, "log_sum_sq_probs": lost}  # an entropy may be almost 0
-        differences = {f"y{i}": floor[name] for i, name in enumerate(floating, 1) if name in floor}
         sums = {"y0": _ROUNDED * size * _summed(rows, options), "dlogits": _ROUNDED * size / _averaged(rows, options)}
-        return sums | differences
+        return sums | _of_statistics(logits, options)
 
     return RandomCall(tensors, {**options, "inplace_backward": over}, formula, written=written, finite=True, floors=floors)
 
@@ -147,6 +142,14 @@ def _random_targets(
 
 
 _ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the logarithm of the vocabulary are rounded to fp32
+
+
+def _of_statistics(logits: Tensor, options: dict[str, Any]) -> dict[str, float]:
+    asked = check_statistics(options["return_stats"])
+    floating = [name for name in asked if name != "correct"]  # as results are counted
+    lost = _error_of_differences(logits, options["softcap"]) if logits.dtype is FP64 else 0.0
+    floor = {"log_prob": lost, "entropy": _ROUNDED + lost, "log_sum_sq_probs": lost}  # an entropy may be almost 0
+    return {f"y{i}": floor[name] for i, name in enumerate(floating, 1) if name in floor}
 
 
 def _error_of_differences(logits: Tensor, softcap: float | None) -> float:
@@ -171,7 +174,8 @@ def _summed(rows: int, options: dict[str, Any]) -> float:
 
 
 def _averaged(rows: int, options: dict[str, Any]) -> float:
-    return float(max(1, rows)) if options["reduction"] == "mean" else 1.0
+    """Return what the gradient of a row is divided by. Gradients of statistics come whole."""
+    return float(max(1, rows)) if options["reduction"] == "mean" and not options["return_stats"] else 1.0
 
 
 def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
@@ -211,7 +215,11 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         over_rows = each * max(1, rows) / vocabulary
         errors = {"dhidden": each * _size(given["weight"]), "dweight": over_rows * _size(given["hidden"]), "dbias": over_rows}
         errors["dlora.a"] = max(1, rows) * lora_floor(dtype) * _size(given["hidden"])
-        return errors | {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
+        errors |= {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
+        if dtype is not FP64 or not rows or "lora.a" in given:
+            return errors
+        logits = given["hidden"].detach() @ given["weight"].detach().T * (options["logit_scale"] / options["temperature"])
+        return errors | _of_statistics(logits, options)
 
     return RandomCall(
         tensors, {**options, **more}, formula, True, finite=True, incoming=scaled, promised=more["grad_scale"], floors=floors,
