@@ -54,8 +54,9 @@ def test_the_op_gets_every_option(norm, monkeypatch):
     told = {"eps": 1e-3, "zero_centered_gamma": True, "return_norm_output": True, "return_input": True}
     told["precision"] = "fp8"
     layer, x, residual = NormLinear(8, 4, norm=norm, **told), torch.randn(2, 8), torch.randn(2, 8)
-    layer(x, residual)
-    options = told | {"norm": norm, "norm_bias": layer.layer_norm_bias, "residual": residual, "deferred": None}
+    lora = onepass.LoRA(torch.randn(2, 8), torch.randn(4, 2))
+    layer(x, residual, lora=lora)
+    options = told | {"norm": norm, "norm_bias": layer.layer_norm_bias, "residual": residual, "deferred": None, "lora": lora}
     assert seen == [((x, layer.layer_norm_weight, layer.weight, layer.bias), options)]
 
 

@@ -185,6 +185,10 @@ def adapters_of(name, dtype=torch.float64):
     return found
 
 
+def linear(x, weight, bias, **options):
+    return onepass.linear(x, weight, bias, **options)
+
+
 def norm_linear(x, weight, bias, **options):
     return onepass.norm_linear(x, None, weight, bias, **options)
 
@@ -198,7 +202,7 @@ def gated_norm_linear(x, weight, bias, **options):
 
 
 @pytest.mark.parametrize("with_bias", (False, True))
-@pytest.mark.parametrize("op", (norm_linear, activation_linear, gated_norm_linear))
+@pytest.mark.parametrize("op", (linear, norm_linear, activation_linear, gated_norm_linear))
 @pytest.mark.parametrize("name", SETS)
 def test_adapters_are_a_change_of_the_weight(op, name, with_bias):
     """In fp64: results and all gradients, those of parts of the rows and of several adapters of one part too."""
@@ -214,7 +218,7 @@ def test_adapters_are_a_change_of_the_weight(op, name, with_bias):
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("op", (norm_linear, activation_linear, gated_norm_linear))
+@pytest.mark.parametrize("op", (linear, norm_linear, activation_linear, gated_norm_linear))
 def test_an_option_of_ops_has_the_bits_of_the_op(op):
     """The prologue's rows, and then lora_linear of these."""
     x, weight, a, b, _ = parts(dtype=BF16)

@@ -21,6 +21,7 @@ from onepass.nn.mlp import MLP
 from onepass.nn.norm import LayerNorm, MarkedParameters, RMSNorm
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.norm.norm_linear import norm_linear
+from onepass.product.lora import Adapters
 from onepass.runtime.dispatch import cast
 
 
@@ -153,8 +154,8 @@ class PlainMLP(MLP):
         super().__init__(*sizes, **options)
         self.config = config
 
-    def rest(self, h: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Any:
-        return RowParallelLinear.forward(self.linear_fc2, plain_activation(h, bias, self.config))
+    def rest(self, h: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None, *, lora: Adapters = None) -> Any:
+        return RowParallelLinear.forward(self.linear_fc2, plain_activation(h, bias, self.config), lora=lora)
 
 
 # ---- the residual stream (norm_linear_fusion, norm_fusion, bias_dropout_fusion) ----

@@ -14,6 +14,7 @@ from onepass.gradients.deferred import DeferredWgrad
 from onepass.nn.fp8_state import FP8Module, shown
 from onepass.nn.sharding import DividedParameters, Division, check_init, check_size
 from onepass.ops.linear.linear import linear
+from onepass.product.lora import Adapters
 from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 Init = Callable[[Tensor], Any]
@@ -36,9 +37,10 @@ class Linear(FP8Module, nn.Linear):
         recipe_of(precision)
         self.precision = precision
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, lora: Adapters = None) -> Tensor:
+        """Return y. `lora`: an `onepass.LoRA` of the weight, or several."""
         check_input(input, self.in_features, "in_features")
-        return linear(input, self.weight, self.bias, deferred=self.deferred, precision=self.precision)
+        return linear(input, self.weight, self.bias, deferred=self.deferred, precision=self.precision, lora=lora)
 
     def extra_repr(self) -> str:
         return ", ".join([super().extra_repr(), *shown(self, precision=None)])
@@ -159,7 +161,12 @@ class ColumnParallelLinear(_ParallelLinear):
         self.mark_parameters()
 
     def forward(
-        self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        x: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        lora: Adapters = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (y, None), or (y, bias) with skip_bias_add.
 
@@ -167,6 +174,7 @@ class ColumnParallelLinear(_ParallelLinear):
             x: ``[..., input_size]``.
             weight: this rank's shard of another weight, used instead of the module's own.
             runtime_gather_output: replaces gather_output, unless None.
+            lora: an `onepass.LoRA` of the weight, or several: a is whole, and b has this rank's rows.
         """
         if runtime_gather_output:
             self._check_gather("runtime_gather_output", self.sequence_parallel, self.bias is not None)
@@ -180,6 +188,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel=self.sequence_parallel,
             deferred=self.deferred,
             precision=self.precision,
+            lora=lora,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_last(y, self.tp_group, sizes=(self.output_size_per_partition,) * self.ranks)
@@ -267,8 +276,8 @@ class RowParallelLinear(_ParallelLinear):
         self.reset_parameters()
         self.mark_parameters()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (y, None), or (y, bias) with skip_bias_add."""
+    def forward(self, x: Tensor, *, lora: Adapters = None) -> tuple[Tensor, Tensor | None]:
+        """Return (y, None), or (y, bias) with skip_bias_add. A LoRA's a has this rank's columns, and its b is whole."""
         if self.input_is_parallel:
             check_input(x, self.input_size_per_partition, "this rank's part of input_size")
         else:
@@ -283,6 +292,7 @@ class RowParallelLinear(_ParallelLinear):
             reduce_output=True,
             deferred=self.deferred,
             precision=self.precision,
+            lora=lora,
         )
         return y, self.given(self.bias) if self.skip_bias_add else None
 

@@ -16,6 +16,7 @@ from onepass.nn.sharding import DividedParameters, check_init, check_size
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.kernels import check_options
+from onepass.product.lora import Adapters
 from onepass.runtime.checks import check_per_token
 from onepass.runtime.fp8_recipe import Precision
 
@@ -91,7 +92,9 @@ class MLP(DividedParameters):
         self.linear_fc1.reset_parameters()
         self.linear_fc2.reset_parameters()
 
-    def forward(self, x: Tensor, per_token_scale: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, per_token_scale: Tensor | None = None, *, fc1_lora: Adapters = None, fc2_lora: Adapters = None
+    ) -> Any:
         """Return y, or (y, bias) with skip_bias_add.
 
         Args:
@@ -99,12 +102,13 @@ class MLP(DividedParameters):
             per_token_scale: ``[...]`` or ``[..., 1]``, x's leading dimensions. A factor for each row of y, linear_fc2's bias
                 included, such as an MoE router's weight. With it y includes the bias even with skip_bias_add, which then
                 returns (y, None), as in Megatron.
+            fc1_lora, fc2_lora: an `onepass.LoRA` of linear_fc1's and of linear_fc2's weight, or several of each.
         """
         self._check(x, per_token_scale)
-        h, bias = self.linear_fc1(x)
-        return self.rest(h, bias, per_token_scale)
+        h, bias = self.linear_fc1(x, lora=fc1_lora)
+        return self.rest(h, bias, per_token_scale, lora=fc2_lora)
 
-    def rest(self, h: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Any:
+    def rest(self, h: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None, *, lora: Adapters = None) -> Any:
         """Run the MLP from linear_fc1's output `h` and `bias` on, for callers that fuse linear_fc1 with a preceding op."""
         y, left = self.linear_fc2(
             h,
@@ -114,6 +118,7 @@ class MLP(DividedParameters):
             clamp=self.clamp,
             linear_offset=self.linear_offset,
             save=self.save,
+            lora=lora,
         )
         return (y, left) if self.skip_bias_add else y
 

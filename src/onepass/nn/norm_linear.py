@@ -14,6 +14,7 @@ from onepass.nn.norm import MarkedParameters
 from onepass.nn.sharding import check_size
 from onepass.ops.norm.formula import DEFAULT_EPS
 from onepass.ops.norm.norm_linear import norm_linear
+from onepass.product.lora import Adapters
 from onepass.runtime.checks import check_eps
 from onepass.runtime.fp8_recipe import Precision, recipe_of
 
@@ -96,8 +97,11 @@ class NormLinear(MarkedParameters):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return y, then the normalised h with return_norm_output, then h with a residual or return_input."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, lora: Adapters = None) -> Any:
+        """Return y, then the normalised h with return_norm_output, then h with a residual or return_input.
+
+        `lora`: an `onepass.LoRA` of the weight, or several.
+        """
         return norm_linear(
             x,
             self.given(self.layer_norm_weight),
@@ -112,6 +116,7 @@ class NormLinear(MarkedParameters):
             return_input=self.return_input,
             deferred=self.deferred,
             precision=self.precision,
+            lora=lora,
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -33,8 +33,8 @@ WIDTH, COLUMNS, FFN = 64, 32, 48  # of x, of a layer's y, and of an MLP's activa
 class _ActivationLayer(Linear):
     """An MLP's second half: one product, so that its error is that of one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return activation_linear(x, self.weight, self.bias, "swiglu", precision=self.precision)
+    def forward(self, input: Tensor, **options: Any) -> Tensor:
+        return activation_linear(input, self.weight, self.bias, "swiglu", precision=self.precision, **options)
 
 
 class _NormMLP(MLP):
@@ -45,8 +45,8 @@ class _NormMLP(MLP):
         assert self.linear_fc1.weight is not None
         self.linear_fc1 = NormLinear(hidden_size, len(self.linear_fc1.weight), bias=False, **options)  # type: ignore[assignment]
 
-    def forward(self, x: Tensor, per_token_scale: Tensor | None = None) -> Any:
-        return self.rest(self.linear_fc1(x), None, per_token_scale)
+    def forward(self, x: Tensor, per_token_scale: Tensor | None = None, **options: Any) -> Any:
+        return self.rest(self.linear_fc1(x), None, per_token_scale, **options)
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {

@@ -10,9 +10,10 @@ Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,10 +23,12 @@ from onepass.distributed.tensor_parallel import check_divisible, tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.product.function import is_plain, multiply_rows
+from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters
 from onepass.product.precision import describe_formula, describe_products, product_for
+from onepass.product.product import Product
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating, check_linear
-from onepass.runtime.dispatch import cast, product_type, under_autocast
+from onepass.runtime.dispatch import cast, product_type, under_autocast, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import (
@@ -43,9 +46,9 @@ from onepass.runtime.sharding import (
 )
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lora: Adapters = None) -> Tensor:
     """Return y by the formula, for every type."""
-    return F.linear(x, weight, bias)
+    return add_adapters(F.linear(x, weight, bias), x, adapters_of(lora))
 
 
 # ---- the public function: say what is wrong, choose who does it, return ----
@@ -60,7 +63,7 @@ def _variant(call: Call) -> str:
         parts += ["y summed over tp_group"] if call.reduce_output else ["dx summed over tp_group under the weight's product"]
         parts += ["divided along the first dimension"] if call.sequence_parallel else []
     parts += ["the weight's product in flush()"] if call.deferred is not None else []
-    return ", ".join(parts)
+    return ", ".join(parts) + describe_adapters(call.lora)
 
 
 def check_linear_call(given: Mapping[str, Any]) -> DeferredWgrad | None:
@@ -90,7 +93,7 @@ def check_linear_call(given: Mapping[str, Any]) -> DeferredWgrad | None:
 
 def shard_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided where the weight is whole. Its rows divide y's columns, its columns make y a sum."""
-    refuse(given, "tp_group", "deferred", "precision")
+    refuse(given, "tp_group", "deferred", "precision", "lora")
     x, weight = given["x"], given["weight"]
     last = x.dim() - 1
     if at["weight"] == 0:
@@ -113,6 +116,7 @@ def linear(
     reduce_output: bool = False,
     deferred: DeferredWgrad | None = None,
     precision: Precision = None,
+    lora: Adapters = None,
     backend: str | None = None,
 ) -> Tensor:
     """A linear layer. Its products add the gradients of parameters that carry ``main_grad`` there.
@@ -133,6 +137,7 @@ def linear(
         deferred: keeps the operands of the weight's gradient until its `flush`. The weight must carry main_grad.
         precision: ``fp8`` or an `onepass.FP8Recipe` runs the products in eight bits; None in x's type, or autocast's. Under
             sequence_parallel rows are gathered in eight bits too, at a scale that the ranks share; sums are in y's type.
+        lora: an `onepass.LoRA` of the weight, or a sequence of them, each of which may change some of the weight's rows.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             first three are the same here: PyTorch's products.
 
@@ -142,6 +147,7 @@ def linear(
     given = {
         "x": x, "weight": weight, "bias": bias, "tp_group": tp_group, "allreduce_dgrad": allreduce_dgrad,
         "sequence_parallel": sequence_parallel, "reduce_output": reduce_output, "deferred": deferred, "precision": precision,
+        "lora": lora,
     }  # fmt: skip
     if has_dtensor(x, weight):
         return run_on_shards("linear", **given, backend=backend)  # type: ignore[no-any-return]
@@ -153,10 +159,20 @@ def linear(
     if allreduce_dgrad or sequence_parallel or reduce_output:
         layout = tp_layout(tp_group, by_row=reduce_output, sequence=sequence_parallel)
     product = product_for(precision, x, weight, layout, deferred)
+    if lora is not None:
+        return add_lora(x, weight, bias, product, check_adapters(lora, x, weight))
     if is_plain(product, weight, bias):
         return F.linear(x, weight, bias)  # PyTorch's own does all that remains
     x = cast(x, product_type(x)) if under_autocast(x) else x
     return multiply_rows(x, weight, bias, product, x.dtype)
+
+
+def add_lora(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, adapters: Sequence[LoRA]) -> Tensor:
+    """Return y of a layer with adapters. Compilers and transforms see the formula, where gradients go to autograd."""
+    x = cast(x, product_type(x)) if under_autocast(x) else x
+    if (torch.compiler.is_compiling() or under_functorch()) and is_plain(product, weight, bias, adapters):
+        return add_adapters(F.linear(x, weight, bias), x, adapters)
+    return multiply_rows(x, weight, bias, product, x.dtype, adapters)
 
 
 define_op(

@@ -14,19 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.distributed.tensor_parallel import tp_layout
 from onepass.gradients.deferred import DeferredWgrad
-from onepass.ops.linear.linear import check_linear_call
-from onepass.product.function import is_plain, multiply_rows
+from onepass.ops.linear.linear import add_lora, check_linear_call
 from onepass.product.lora import LoRA, add_adapters, check_adapter, describe_adapters
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.runtime.backend import NATIVE, choose, run_other
-from onepass.runtime.dispatch import cast, product_type, under_autocast, under_functorch
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
 from onepass.runtime.sharding import (
@@ -129,10 +126,7 @@ def lora_linear(
     if allreduce_dgrad or sequence_parallel or reduce_output:
         layout = tp_layout(tp_group, by_row=reduce_output, sequence=sequence_parallel)
     product = product_for(precision, x, weight, layout, deferred)
-    x = cast(x, product_type(x)) if under_autocast(x) else x
-    if (torch.compiler.is_compiling() or under_functorch()) and is_plain(product, weight, bias, [adapter]):
-        return add_adapters(F.linear(x, weight, bias), x, [adapter])
-    return multiply_rows(x, weight, bias, product, x.dtype, [adapter])
+    return add_lora(x, weight, bias, product, [adapter])
 
 
 define_op(

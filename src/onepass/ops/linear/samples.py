@@ -9,6 +9,7 @@ import torch
 
 from onepass.ops.linear.linear import linear_reference
 from onepass.ops.linear.lora_linear import lora_linear_reference
+from onepass.product.samples import random_lora, with_lora
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import CoveringCall, Sample, random_tensors
 
@@ -30,7 +31,9 @@ def _random_linear(draw: Draw) -> RandomCall:
     precision = draw.precision(dtype)
     width, lead = draw.width(precision=precision), draw.lead()
     tensors = {"x": RandomTensor((*lead, width), dtype)} | linear_tensors(draw, width, dtype, precision)
-    return RandomCall(tensors, {"precision": precision}, linear_reference, True, results=fp8_error(precision))
+    tensors |= random_lora(draw, "lora", tensors["weight"].shape[0], width, dtype)
+    options, error = {"precision": precision}, fp8_error(precision)
+    return RandomCall(tensors, options, linear_reference, True, results=error, arguments=with_lora)
 
 
 def _random_lora_linear(draw: Draw) -> RandomCall:
