@@ -339,7 +339,7 @@ MUTANTS = {  # name: the op, where, what is there, what stands there instead
     ),
     "x in the place of h": (norm_linear, norm_rows, "NormRows.codes", "x if h is None else h,", "x,"),
     "the gradient of the norm's output is lost": (
-        norm_linear, fp8, "FP8Call.output_gradient", "drows.add_(came)", "drows",
+        norm_linear, fp8, "FP8Call.output_gradient", "drows.add_(came.view(drows.shape))", "drows",
     ),
     "nothing noted": (
         norm_linear, fp8, "FP8Product.forward",
