@@ -15,6 +15,7 @@ from torch import nn
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
+from onepass.integrations.huggingface.lora import replace_lora
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.main_grad import MainGradAdamW, PatientMainGrads, add_in_place
 from onepass.integrations.huggingface.masks import replace_masks
@@ -156,7 +157,8 @@ def apply(
 
     Args:
         model: a transformers model of any family. Modules are recognised by running them on test inputs, not by a list of names.
-            PEFT may wrap the model before or after. Use FSDP2, DDP and torch.compile after.
+            PEFT may wrap the model before or after. If before, `mlp` and `qkv` run plain LoRA layers by `linear(lora=)`. Use
+            FSDP2, DDP and torch.compile after.
         norm: RMSNorm and LayerNorm. With `qkv` or `mlp`, norms are also fused into the linear layers after them, and residual
             additions into the norms.
         mlp: one product up, then activation and product down as one op. Backward saves neither the norm's output nor the
@@ -245,6 +247,7 @@ def _replaced(
     told = replace_masks(model, patches) if attentions else []
     rows += told if qkv else []
     rows += replace_loss(model, patches) if loss else []
+    rows += replace_lora(model, patches) if mlp and qkv else []
     if recipe is not None:
         linears = [each for match in mlps.values() for each in (match.up, match.down)]
         linears += [match.projections for match in attentions.values() if match.projections is not None]
