@@ -139,6 +139,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "linear": "--shape 16,32 --weight 8,32",
         "linear_cross_entropy": "--shape 8192,4096 --weight 128256,4096 --labels 8192",
         "linear_divergence": "--shape 32,16 --student-weight 100,16 --teacher 32,8 --teacher-weight 100,8 --labels --kind jsd",
+        "lora_linear": "--shape 16,32 --weight 8,32 --lora-a 4,32 --lora-b 8,4",
         "norm_linear": "--shape 16,32 --norm-weight 32 --weight 8,32",
         "rms_norm": "--shape 16,32 --weight --residual",
         "rope": "--shape 1,16,2,64 --k 1,16,2,64 --cos 16,32 --sin 16,32",

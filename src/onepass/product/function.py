@@ -221,12 +221,11 @@ def _put(
     """
     (weight, bias), (weight_place, bias_place) = ctx.parameters, ctx.main_grads
     of_weight, of_bias = requests[-2:]
-    if rows is None:
-        work = None
-    elif sums is None and not vectors:
-        return [None], product.weight_gradient(dy, rows, weight, weight_place, of_weight, later=later)
-    else:
+    work = None
+    if rows is not None:
         work = partial(product.weight_gradient, dy, rows, weight, weight_place, of_weight, later=later)
+    if sums is None and not vectors:
+        return [None], None if work is None else work()
     return vector_gradients([None if sums is None else (sums, bias, bias_place, of_bias), *vectors], work)
 
 
