@@ -17,7 +17,7 @@ from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
-from onepass.product.samples import LoRASample, random_lora, with_lora
+from onepass.product.lora_samples import LoRASample, random_lora, with_lora
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import (

@@ -9,7 +9,7 @@ import torch
 
 from onepass.ops.linear.linear import linear_reference
 from onepass.ops.linear.lora_linear import lora_linear_reference
-from onepass.product.samples import random_lora, with_lora
+from onepass.product.lora_samples import random_lora, with_lora
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import CoveringCall, Sample, random_tensors
 

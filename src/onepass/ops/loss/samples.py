@@ -15,7 +15,7 @@ from onepass.ops.loss.cross_entropy import cross_entropy, cross_entropy_referenc
 from onepass.ops.loss.formula import STATISTICS, LossTerms, check_statistics
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from onepass.ops.loss.targets import VocabColumns
-from onepass.product.samples import LoRASample, random_lora, with_lora
+from onepass.product.lora_samples import LoRASample, random_lora, with_lora
 from onepass.runtime.random_calls import FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
     CoveringCall,

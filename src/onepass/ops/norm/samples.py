@@ -17,7 +17,7 @@ from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from onepass.ops.norm.gated_norm_linear import gated_norm_linear, gated_norm_linear_reference
 from onepass.ops.norm.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from onepass.ops.norm.norm_linear import NORMS, norm_linear, norm_linear_reference
-from onepass.product.samples import LoRASample, random_lora, with_lora
+from onepass.product.lora_samples import LoRASample, random_lora, with_lora
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
 from onepass.runtime.samples import (

@@ -13,7 +13,7 @@ from onepass.ops.loss.linear_divergence import kernels, linear_divergence, linea
 from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
 from onepass.ops.loss.linear_divergence.rows import LogitRows
 from onepass.ops.loss.samples import lora_floor
-from onepass.product.samples import LoRASample, random_lora, with_lora
+from onepass.product.lora_samples import LoRASample, random_lora, with_lora
 from onepass.runtime.random_calls import FP32, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import CoveringCall, Sample, give_main_grad, meta, random_tensors
 from onepass.runtime.sizes import ceil_div
