@@ -75,16 +75,16 @@ class _Linear(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor | None, *more: Any) -> tuple[Tensor | None, ...]:
         asked, row_counts = grad_requests(ctx, ctx.count, first=_FIRST), ctx.row_counts
-        product, count = ctx.product, ctx.num_adapters
-        if count:
-            asked, asked_of_adapters = asked[:-count], asked[-count:]
+        product, adapters = ctx.product, ctx.num_adapters
+        if adapters:
+            asked, asked_of_adapters = asked[:-adapters], asked[-adapters:]
         requests: Sequence[GradRequest] = asked
         if row_counts is None:
             *kept, weight = ctx.saved_tensors
         else:
             count, saved = len(row_counts), ctx.saved_tensors
             kept, weight, requests = saved[:-count], saved[-count:], _joined(asked, count, _request_of_any)
-        if ctx.num_adapters:
+        if adapters:
             product, kept = product.of_pass(kept, asked_of_adapters)
         returns_rows, returns_x = ctx.prologue.returns
         came = more[0] if returns_rows else None, more[-1] if returns_x else None

@@ -43,9 +43,9 @@ class PackedProduct(PlainProduct):
     def forward(
         self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
     ) -> Forward:  # fmt: skip
+        assert start is None, "weights that a graph takes apart have no adapters"
         rows, kept = prologue.rows(inputs, needs)
-        y = _product_op(rows, weight, [part for part in bias if part is not None])
-        return y if start is None else y + start(rows, y.shape[-1], None).view(y.shape), rows, kept, self
+        return _product_op(rows, weight, [part for part in bias if part is not None]), rows, kept, self
 
     def output_gradient(
         self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool, ours: bool = False

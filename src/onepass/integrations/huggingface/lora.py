@@ -54,6 +54,7 @@ def lora_of(layer: Any) -> LoRA | str | None:
         return f"its LoRA's weights are of {type(a.weight).__name__}"
     return LoRA(a.weight, b.weight, float(layer.scaling[name]))
 
+
 @dataclass(frozen=True)
 class LoRAMatch:
     """A layer that PEFT wraps, for `apply`'s report."""
@@ -89,7 +90,7 @@ def _forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
     if not (args or options or torch.compiler.is_compiling() or under_functorch()) and torch.is_grad_enabled():
         adapter = lora_of(self)
     base = self.base_layer
-    if not isinstance(adapter, LoRA) or hooked(base) or hooked(self.lora_A) or not _fits(adapter, x, base.weight):
+    if not isinstance(adapter, LoRA) or hooked(base) or not _fits(adapter, x, base.weight):
         made: Tensor = type(self).forward(self, x, *args, **options)
         return made
     return linear(x, base.weight, base.bias, lora=adapter, precision=precision_of(base))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.distributed.collectives import group_of_several
-from onepass.distributed.tensor_parallel import check_divisible, tp_layout
+from onepass.distributed.tensor_parallel import TPLayout, check_divisible, tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.product.function import is_plain, multiply_rows
@@ -66,8 +66,8 @@ def _variant(call: Call) -> str:
     return ", ".join(parts) + describe_adapters(call.lora)
 
 
-def check_linear_call(given: Mapping[str, Any]) -> DeferredWgrad | None:
-    """Raise where an argument is wrong, else return who defers the weight's gradient."""
+def check_linear_call(given: Mapping[str, Any]) -> tuple[DeferredWgrad | None, TPLayout | None]:
+    """Raise where an argument is wrong, else return who defers the weight's gradient, and how ranks divide the product."""
     x, weight = given["x"], given["weight"]
     check_floating("x", x)
     shape = x.shape
@@ -88,7 +88,9 @@ def check_linear_call(given: Mapping[str, Any]) -> DeferredWgrad | None:
             raise ValueError(f"x must have a first dimension for sequence_parallel to divide, but has shape {tuple(shape)}")
         if reduce_output:
             check_divisible(x, given["tp_group"])
-    return deferred
+    if not (given["allreduce_dgrad"] or sequence_parallel or reduce_output):
+        return deferred, None
+    return deferred, tp_layout(given["tp_group"], by_row=reduce_output, sequence=sequence_parallel)
 
 
 def shard_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
@@ -151,13 +153,10 @@ def linear(
     }  # fmt: skip
     if has_dtensor(x, weight):
         return run_on_shards("linear", **given, backend=backend)  # type: ignore[no-any-return]
-    deferred = check_linear_call(given)
+    deferred, layout = check_linear_call(given)
     chosen = choose("linear", backend, None)
     if chosen not in NATIVE:
         return run_other("linear", chosen, **given)  # type: ignore[no-any-return]
-    layout = None
-    if allreduce_dgrad or sequence_parallel or reduce_output:
-        layout = tp_layout(tp_group, by_row=reduce_output, sequence=sequence_parallel)
     product = product_for(precision, x, weight, layout, deferred)
     if lora is not None:
         return add_lora(x, weight, bias, product, check_adapters(lora, x, weight))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.distributed.tensor_parallel import tp_layout
+from onepass.distributed.tensor_parallel import TPLayout
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.ops.linear.linear import add_lora, check_linear_call
 from onepass.product.lora import LoRA, add_adapters, check_adapter, describe_adapters
@@ -26,17 +26,7 @@ from onepass.product.precision import describe_formula, describe_products, produ
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.fp8_recipe import Precision
 from onepass.runtime.op import Call, define_op
-from onepass.runtime.sharding import (
-    WHOLE,
-    Layout,
-    Split,
-    has_dtensor,
-    leading_split,
-    refuse,
-    run_on_shards,
-    split_output,
-    sum_over,
-)
+from onepass.runtime.sharding import Layout, Split, by_rows, has_dtensor, refuse, run_on_shards
 
 
 def lora_linear_reference(
@@ -49,12 +39,12 @@ def lora_linear_reference(
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def _check(given: Mapping[str, Any]) -> tuple[LoRA, DeferredWgrad | None]:
-    """Raise where an argument is wrong, else return the adapter, and who defers the weight's gradient."""
-    deferred = check_linear_call(given)
+def _check(given: Mapping[str, Any]) -> tuple[LoRA, DeferredWgrad | None, TPLayout | None]:
+    """Raise where an argument is wrong, else return the adapter, and what `check_linear_call` returns."""
+    deferred, layout = check_linear_call(given)
     adapter = LoRA(given["lora_a"], given["lora_b"], given["scale"])
     check_adapter("lora", adapter, given["x"], given["weight"], fields=("lora_a", "lora_b", "scale"))
-    return adapter, deferred
+    return adapter, deferred, layout
 
 
 def _variant(call: Call) -> str:
@@ -66,12 +56,7 @@ def _variant(call: Call) -> str:
 def shard_lora_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided, and all else is whole."""
     refuse(given, "tp_group", "deferred", "precision")
-    x = given["x"]
-    rows = leading_split(at["x"], x)
-    parameters = "weight", "lora_a", "lora_b", "bias"
-    return Layout(
-        {"x": rows, **dict.fromkeys(parameters, WHOLE)}, dict.fromkeys(parameters, sum_over(rows)), split_output(rows, x)
-    )
+    return by_rows(given, at, ("x",), ("weight", "lora_a", "lora_b", "bias"))
 
 
 def lora_linear(
@@ -118,15 +103,11 @@ def lora_linear(
     }  # fmt: skip
     if has_dtensor(x, weight, lora_a, lora_b):
         return run_on_shards("lora_linear", **given, backend=backend)  # type: ignore[no-any-return]
-    adapter, deferred = _check(given)
+    adapter, deferred, layout = _check(given)
     chosen = choose("lora_linear", backend, None)
     if chosen not in NATIVE:
         return run_other("lora_linear", chosen, **given)  # type: ignore[no-any-return]
-    layout = None
-    if allreduce_dgrad or sequence_parallel or reduce_output:
-        layout = tp_layout(tp_group, by_row=reduce_output, sequence=sequence_parallel)
-    product = product_for(precision, x, weight, layout, deferred)
-    return add_lora(x, weight, bias, product, [adapter])
+    return add_lora(x, weight, bias, product_for(precision, x, weight, layout, deferred), [adapter])
 
 
 define_op(
