@@ -173,6 +173,7 @@ SETS = {
     "q and v": [(80, 96, 0.5), (0, 64, 0.5)],
     "two of all rows": [(0, 96, 1.0), (0, 96, 2.0)],
     "two of one part, one of another": [(0, 64, 1.0), (0, 64, 1.0), (64, 96, 3.0)],
+    "five": [(40, 70, 0.5), (0, 20, 0.5), (20, 39, 0.5), (39, 40, 0.5), (70, 96, 0.5)],
 }
 
 
@@ -216,6 +217,36 @@ def test_adapters_are_a_change_of_the_weight(op, name, with_bias):
     torch.testing.assert_close(y, expected)
     for mine, other in zip(torch.autograd.grad(y, asked, dy), torch.autograd.grad(expected, asked, dy), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+class Functions(TorchDispatchMode):
+    """Counts what PyTorch computes: views and empty tensors are nothing."""
+
+    NOTHING = ("t", "transpose", "view", "_unsafe_view", "detach", "empty", "new_empty", "empty_like", "slice", "alias", "expand")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.names += [] if name in self.NOTHING else [name]
+        return function(*args, **(kwargs or {}))
+
+
+def test_several_adapters_take_as_many_products_as_one():
+    """Two and three more than the frozen layer's own, and one pass that joins the adapters, or takes the gradients apart."""
+    x, weight, *_, dy = parts(dtype=BF16)
+    adapters = [LoRA(a.float().detach().requires_grad_(), b.float().detach().requires_grad_(), 1.0, rows)
+                for a, b, _, rows in adapters_of("q, k, v")]  # fmt: skip
+    with Functions() as forward:
+        y = onepass.linear(x, weight, lora=adapters)
+    assert sorted(forward.names) == ["addmm_", "mm", "mm", "pack_adapters"]
+    with Functions() as backward:
+        y.backward(dy)
+    sums = ["mm", "mm"] if DEVICE == "cuda" else ["_to_copy"] * 4 + ["mm"] * 2  # a CPU has no sums of 16 bits in fp32
+    assert sorted(backward.names) == sorted(["mm", "mm", "addmm_", "unpack_adapters", *sums])
+    assert all(lora.a.grad.is_contiguous() and lora.b.grad.is_contiguous() for lora in adapters)
 
 
 @pytest.mark.parametrize("op", (linear, norm_linear, activation_linear, gated_norm_linear))

@@ -6,23 +6,25 @@ from ops.calls import relative
 from ops.test_lora_linear import K, N, adapters_of, exact, merged, numbers, parts
 
 import onepass.ops.norm.norm_linear as NORM_LINEAR
-from onepass.product import function, lora
+from onepass.kernels import adapter_pack
+from onepass.product import function, lora_product
 from onepass.testing.mutants import copy_package, mutate
 
 MUTANTS = {
-    "a scale left out": (lora, "_scaled", "beta=0, alpha=scale", "beta=0, alpha=1.0"),
-    "a scale of 1 for all": (lora, "_low_rank", "len(parts) == 1 or len({part.scale for part in parts}) == 1", "True"),
-    "u without its scale": (lora, "_low_rank_gradient", "of_part, part.scale, u", "of_part, 1.0, u"),
-    "u of all columns of dy": (lora, "_low_rank_gradient", "_scaled(dy[:, part.of_y]", "_scaled(dy[:, : part.of_y.stop - part.of_y.start]"),
-    "the bias added twice": (lora, "_expanded", "return F.linear(t, b[0], bias)", "return F.linear(t, b[0], None if bias is None else 2 * bias)"),
-    "a neighbour's columns of t": (lora, "_expanded", "t[:, part.of_t]", "t[:, : part.of_t.stop - part.of_t.start]"),
-    "y begins with what lies there": (lora, "_expanded", "t.new_zeros(len(t), N)", "t.new_ones(len(t), N)"),
+    "a scale left out": (lora_product, "_scaled", "beta=0, alpha=scale, out", "beta=0, alpha=1.0, out"),
+    "one adapter's scale left out": (lora_product, "_scaled", "second, beta=0, alpha=scale)", "second, beta=0)"),
+    "a scale of 1 for all": (lora_product, "_plan_of", "if len(set(scales)) == 1 else None", ""),
+    "u without its scale": (lora_product, "_low_rank_gradient", "b[rows, columns], scale, u", "b[rows, columns], 1.0, u"),
+    "u of the first columns of dy": (lora_product, "_low_rank_gradient", "_scaled(dy[:, rows]", "_scaled(dy[:, : rows.stop - rows.start]"),
+    "the bias added twice": (lora_product, "LoRAProduct.forward", "F.linear(t, b, bias)", "F.linear(t, b, None if bias is None else 2 * bias)"),
     "da of x before the norm": (function, "_of_adapters", "prologue.rows_again(kept) if made is None or made.rows is None else made.rows", "kept[0]"),
-    "dx without what adapters add": (lora, "LoRAPass.output_gradient", "self.u @ a if came", "0 * self.u @ a if came"),
-    "db of all columns": (lora, "LoRAPass._gradients_of_b", "_columns(dy, part.of_y)", "dy[:, : part.of_y.stop - part.of_y.start]"),
-    "gradients of a in another order": (lora, "LoRAPass.gradients", "da.split([a.shape[0] for a in parameters[::2]])", "da.split([a.shape[0] for a in parameters[::2]])[::-1]"),
-    "rows are not kept for a": (lora, "LoRAProduct.forward", "(*needs[:-2], True, needs[-1])", "needs"),
-    "adapters of one scale are another part": (lora, "_parts_of", "(parts[-1].of_y, parts[-1].scale) == (of_y, scale)", "parts[-1].scale == scale"),
+    "dx without what adapters add": (lora_product, "LoRAPass.output_gradient", "self.u @ a if came", "0 * self.u @ a if came"),
+    "rows are not kept for a": (lora_product, "LoRAProduct.forward", "(*needs[:-2], True, needs[-1])", "needs"),
+    "ones where b has no rows": (adapter_pack, "_copy_b", "mask=own, other=0.0)", "mask=own, other=1.0)"),
+    "b's rows from its last": (adapter_pack, "_copy_b", "+ row - FIRST) * RANK", "+ LAST - 1 - row) * RANK"),
+    "a's rows at the first adapter's": (adapter_pack, "_pack_kernel", "_copy_a(a1_ptr, a_ptr + AT1 * K", "_copy_a(a1_ptr, a_ptr"),
+    "a gradient that ends one row early": (adapter_pack, "_copy_b", "(row < LAST)", "(row < LAST - 1)"),
+    "the last adapter's b is not written": (adapter_pack, "_plan", "2 * len(some), groups", "2 * len(some) - 1, groups"),
 }  # fmt: skip
 
 
@@ -35,7 +37,7 @@ def is_right(module):
     found = y.detach() - bias, *torch.autograd.grad(y, (x, a, b), dy)
     truth = exact(x, weight, a, b, dy, 0.7)
     right = [relative(mine, true) < 1e-5 for mine, true in zip(found, (*truth[:2], *truth[3:]), strict=True)]
-    for name in ("q and v", "two of one part, one of another", "two of all rows"):
+    for name in ("q and v", "two of one part, one of another", "two of all rows", "five"):
         x = numbers(7, 10, K, seed=1).double().requires_grad_()
         weight, bias = numbers(N, K, seed=2).double(), numbers(N, seed=3).double()
         adapters = adapters_of(name)

@@ -92,6 +92,8 @@ def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout 
 
 
 def _started(x: Tensor, weight: Tensor, bias: Tensor | None, start: Start) -> Tensor:
+    if x.dim() == 2:
+        return start(x, weight.shape[0], bias).addmm_(x, weight.t())
     y = start(x, weight.shape[0], bias)
     return y.addmm_(rows_of(x), weight.t()).view(*x.shape[:-1], -1 if y.numel() else weight.shape[0])
 

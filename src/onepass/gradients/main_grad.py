@@ -296,6 +296,8 @@ def prepare_vector_gradient(
     sums: Tensor, vector: Tensor, main_grad: Tensor | None, request: GradRequest
 ) -> tuple[Tensor | None, bool]:
     """Do all of `vector_gradient` that needs memory. Return its result, and whether `add_vector_gradient` must follow."""
+    if main_grad is None and request is not GradRequest.SKIP and not in_fsdp(vector):  # the usual case: 1 us less
+        return cast(sums, vector.dtype), False
     if main_grad is not None and not torch.compiler.is_compiling():
         ensure_allocated(main_grad)
     return _prepare(_PRODUCT, (sums, None), vector, main_grad, request)

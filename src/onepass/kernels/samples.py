@@ -8,16 +8,44 @@ import torch
 from torch import Tensor
 
 from onepass.kernels import fp8, fp8_cast, fp8_transpose
+from onepass.kernels.adapter_pack import AdapterShapes, pack_adapters, unpack_adapters
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.samples import CoveringCall, meta
 
 
 def covering_calls() -> Iterator[CoveringCall]:
-    """Casts by row, by column and by tensor: both types, rows that are held and read again, even and odd multiples of 16."""
+    """Casts by row, by column and by tensor: both types, rows that are held and read again, even and odd multiples of 16.
+
+    Adapters of one layer of Llama 8B, of other types and ranks, and of documents.
+    """
     for width in (2048, 4096, 14336, 28672, 5008):
         for dtype in (torch.bfloat16, torch.float32):
             for to in (E4M3, E5M2):
                 yield _cast_call(width, dtype, to)
+
+
+    for spans in (((0, 4096),), ((0, 14336), (14336, 28672)), ((0, 4096), (4096, 5120), (5120, 6144))):
+        for of_adapters in (torch.float32, torch.bfloat16):
+            yield _pack_call(AdapterShapes(0, (16,) * len(spans), spans, 4096, spans[-1][1]), of_adapters)
+    yield _pack_call(AdapterShapes(0, (3, 5), ((0, 1), (1, 777)), 5000, 777), torch.float16)
+    yield _pack_call(AdapterShapes(8, (16,) * 4, ((0, 4096),) * 4, 4096, 4096), torch.float32)
+
+
+def _pack_call(shapes: AdapterShapes, of_adapters: torch.dtype) -> CoveringCall:
+    def run() -> Tensor:
+        x, lead = meta(8, shapes.K, dtype=torch.bfloat16), (shapes.groups,) if shapes.groups else ()
+        tensors = []
+        for rank, (first, last) in zip(shapes.ranks, shapes.rows, strict=True):
+            tensors += [meta(*lead, rank, shapes.K, dtype=of_adapters, requires_grad=False)]
+            tensors += [meta(*lead, last - first, rank, dtype=of_adapters, requires_grad=False)]
+        a, b = pack_adapters(tensors, x.dtype, shapes)
+        da, db = a.float(), b.float()
+        for of_a, of_b, count in ((da, db, 2), (da, None, 1), (None, db, 1)):
+            unpack_adapters(of_a, of_b, [of_adapters] * (count * len(shapes.ranks)), shapes)
+        return x
+
+    label = f"{len(shapes.ranks)} adapters of {shapes.N}x{shapes.K}{f', {shapes.groups} groups' if shapes.groups else ''}"
+    return CoveringCall(label, of_adapters, run)
 
 
 def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:

@@ -28,7 +28,8 @@ from onepass.gradients.main_grad import (
     vector_gradients,
 )
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
-from onepass.product.lora import LoRA, LoRAProduct
+from onepass.product.lora import LoRA
+from onepass.product.lora_product import LoRAProduct
 from onepass.product.product import PlainProduct, Product
 from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable

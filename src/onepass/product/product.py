@@ -88,7 +88,7 @@ class Product(Protocol):
 
     @property
     def num_adapters(self) -> int:
-        """How many tensors of adapters it takes after the weight and the bias (product/lora.py)."""
+        """How many tensors of adapters it takes after the weight and the bias (product/lora_product.py)."""
 
     def forward(
         self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
@@ -140,8 +140,9 @@ class PlainProduct(NamedTuple):
             whole, drows = row_gradients(dy, weight, asks_weight and not later, self.layout)
             return drows if came is None or drows is None else drows.add_(came.view(drows.shape)), dy if later else whole
         rows = rows_of(dy)  # one rounding for both
-        started = came.reshape(rows.shape[0], weight.shape[1])
-        return (started.addmm_ if ours else started.addmm)(rows, weight).view(came.shape), dy
+        started = came if came.dim() == 2 else came.reshape(rows.shape[0], weight.shape[1])
+        drows = (started.addmm_ if ours else started.addmm)(rows, weight)
+        return drows if came.dim() == 2 else drows.view(came.shape), dy
 
     def weight_gradient(
         self, dy: Tensor, rows: Callable[[], Tensor], weight: Tensor, main_grad: Tensor | None, request: GradRequest,

@@ -6,7 +6,7 @@ Saves    x where lora_a needs a gradient, scale * x @ lora_a.T, the weight where
 Bytes    beside the products of the weight, which may be frozen: forward reads x once more, and writes and reads y once more;
          backward reads dy twice and x once more, and writes and reads dx once more. Nothing of the weight's size is made.
 Products cuBLAS, through PyTorch, in x's type, in autocast's where that is on; the weight's in eight bits where precision says so.
-         Gradients of lora_a and lora_b are fp32 until they are stored (product/lora.py).
+         Gradients of lora_a and lora_b are fp32 until they are stored (product/lora_product.py).
 """
 
 from __future__ import annotations
