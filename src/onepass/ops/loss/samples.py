@@ -147,7 +147,10 @@ _ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the log
 def _of_statistics(logits: Tensor, options: dict[str, Any]) -> dict[str, float]:
     asked = check_statistics(options["return_stats"])
     floating = [name for name in asked if name != "correct"]  # as results are counted
-    lost = _error_of_differences(logits, options["softcap"]) if logits.dtype is FP64 else 0.0
+    if logits.dtype is FP64:
+        lost = _error_of_differences(logits, options["softcap"])
+    else:  # of a vocabulary of one, where the exact result is 0: the logsumexp's rounding, and the logits' multiplication by log2(e)
+        lost = torch.finfo(FP32).eps * _size(logits)
     floor = {"log_prob": lost, "entropy": _ROUNDED + lost, "log_sum_sq_probs": lost}  # an entropy may be almost 0
     return {f"y{i}": floor[name] for i, name in enumerate(floating, 1) if name in floor}
 
@@ -216,7 +219,7 @@ def _random_linear_cross_entropy(draw: Draw) -> RandomCall:
         errors = {"dhidden": each * _size(given["weight"]), "dweight": over_rows * _size(given["hidden"]), "dbias": over_rows}
         errors["dlora.a"] = max(1, rows) * lora_floor(dtype) * _size(given["hidden"])
         errors |= {"y0": _ROUNDED * _summed(rows, options), "dtoken_weight": each}
-        if dtype is not FP64 or not rows or "lora.a" in given:
+        if not rows or "lora.a" in given:
             return errors
         logits = given["hidden"].detach() @ given["weight"].detach().T * (options["logit_scale"] / options["temperature"])
         return errors | _of_statistics(logits, options)
