@@ -132,7 +132,8 @@ def test_each_document_is_as_it_is_alone(family):
     other[:, :7] = 3  # another first document
     with torch.no_grad():
         changed = model(**given | {"input_ids": other, "labels": None}).logits
-    assert changed[:, 7:].equal(together[:, 7:])
+    other_sums = 1e-5 if family == "GptOss" else 0  # experts get other numbers of rows, which two threads sum in another order
+    torch.testing.assert_close(changed[:, 7:], together[:, 7:], rtol=other_sums, atol=other_sums)
 
 
 def error(found, exact):

@@ -18,7 +18,7 @@ import onepass
 from onepass import FP8Recipe
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
-from onepass.integrations.huggingface import linears, mlps, precision
+from onepass.integrations.huggingface import linear_layers, linears, mlps, precision
 from onepass.kernels.language import triton
 from onepass.product.fp8 import updates as fp8_updates
 from onepass.product.fp8 import weight as fp8_weight
@@ -533,7 +533,7 @@ MUTANTS = {
     "packed weights without lasting state": (fp8_updates, "whole_of", "return packed[0]", "return weight"),
     "q's state for q alone": (fp8_weight, "fp8_weight", "state.shape != weight.shape", "state.shape == ()"),
     "old scales of loaded weights": (precision, "_start_anew", '"weight": None', '"bias": None'),
-    "evaluation in eight bits": (linears, "precision_of", "module.training or torch.is_grad_enabled()", "True"),
+    "evaluation in eight bits": (linear_layers, "precision_of", "module.training or torch.is_grad_enabled()", "True"),
 }  # fmt: skip
 
 

@@ -27,16 +27,8 @@ from onepass.integrations.huggingface.interfaces import (
     masks_nothing,
     window_of,
 )
-from onepass.integrations.huggingface.linears import (
-    LINEARS_CHANGED,
-    FoldedNorm,
-    LinearsMatch,
-    is_linear,
-    linear_of,
-    parts_of,
-    sizes_of,
-    tiny,
-)
+from onepass.integrations.huggingface.linear_layers import base_of, call_layer, is_linear, linear_of, sizes_of, tiny
+from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, parts_of
 from onepass.integrations.huggingface.norms import NormMatch, is_norm
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import (
@@ -137,8 +129,7 @@ class AttentionMatch:
         return Patches.untouched(self.module, self) and self.snapshot.unchanged(self.module)
 
     def change(self) -> str | None:
-        intact = self.projections is None or self.projections.intact()
-        return self.snapshot.change(self.module) or (None if intact else LINEARS_CHANGED)
+        return self.snapshot.change(self.module) or (None if self.projections is None else self.projections.change())
 
     # ---- the module's own code ----
 
@@ -154,12 +145,13 @@ class AttentionMatch:
     def part(self, name: str, layer: nn.Module, x: Tensor) -> Tensor:
         """Return this layer's product with x. The first layer that is called computes all parts; the others return theirs."""
         running = self.running.get(thread())
-        if running is None or self.projections is None or not self.projections.intact():  # wrapped since, for example by PEFT
+        layers = self.projections
+        if running is None or layers is None or not layers.intact() or layers.are_wrapped():  # PEFT's layers call them
             return linear_of(layer, x)
         waiting = running.waiting.pop(name, None)
         if waiting is None or waiting[0] is not x:
-            made = parts_of(self.projections(x, running.folded), self.projections.sizes)
-            running.waiting = {other: (x, part) for other, part in zip(self.projections.names, made, strict=True)}
+            made = parts_of(layers(x, running.folded), layers.sizes)
+            running.waiting = {other: (x, part) for other, part in zip(layers.names, made, strict=True)}
             waiting = running.waiting.pop(name)
         return waiting[1]
 
@@ -207,7 +199,7 @@ class AttentionMatch:
             deterministic=False,
             backend=backend_of(qkv, whole.heads, whole.groups, documents),
         )
-        return self.module._modules[self.out](y.view(B, S, -1)), None  # type: ignore[misc]
+        return call_layer(self.module._modules[self.out], y.view(B, S, -1)), None  # type: ignore[arg-type]
 
 
 def _is_harmless(name: str, value: Any, marked: bool) -> bool:
@@ -241,7 +233,7 @@ class RotationMatch:
 
 def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
     """Return a match, or None. `rotates`: whether the model's rotary tables are in a form that onepass can read."""
-    linears = [name for name, child in module._modules.items() if is_linear(child)]
+    linears = [name for name, child in module._modules.items() if is_linear(base_of(child))]
     if "attention" not in type(module).__name__.lower() or own_forward(module):
         return None
     if getattr(getattr(module, "config", None), "num_attention_heads", None) is None:
@@ -341,7 +333,7 @@ def _tried(
 
 def _norms_in(module: nn.Module) -> list[str]:
     """Return the children with parameters that are no linear layers. In a module that is recognised all are norms."""
-    there = [(name, child) for name, child in module._modules.items() if child is not None and not is_linear(child)]
+    there = [(name, child) for name, child in module._modules.items() if child is not None and not is_linear(base_of(child))]
     return [name for name, child in there if list(child.parameters())]
 
 
@@ -484,6 +476,8 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: Folde
         options["attention_mask"] = None
     if match.suits(hidden_states, args, options, onepass_folded):
         return match.at_once(hidden_states, options, onepass_folded)
+    if onepass_folded is not None and match.projections is not None and match.projections.are_wrapped():
+        hidden_states, onepass_folded = onepass_folded.unfold(hidden_states), None  # PEFT's layers read the norm's output
     return match.by_original(hidden_states, args, options, onepass_folded)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.linears import precision_of
+from onepass.integrations.huggingface.linear_layers import precision_of
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import close, own_forward, parameters_of, probe, probe_forward, randn, shallow
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of

@@ -10,15 +10,26 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from onepass.gradients.packed_params import are_packed, concat, pack, unpack
+from onepass.integrations.huggingface.linear_layers import (
+    base_of,
+    bias_of,
+    is_conv1d,
+    is_linear,
+    is_lora,
+    lora_of,
+    precision_of,
+    sizes_of,
+    weight_of,
+)
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.snapshot import hooked
 from onepass.ops.linear.linear import linear
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
 from onepass.ops.norm.norm_linear import norm_linear
+from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
-from onepass.runtime.sharding import has_dtensor
 
 LINEARS_CHANGED = "its linear layers are hooked, wrapped or others, or have other biases"
 
@@ -33,71 +44,19 @@ class FoldedNorm:
         self.norm, self.residual = norm, residual
         self.h: Tensor | None = None
 
-
-def is_linear(module: nn.Module | None) -> bool:
-    """Whether the module is nn.Linear itself, or Transformers' Conv1D, whose weight is transposed, with a plain weight."""
-    if module is None or not Patches.own(module) or not (type(module) is nn.Linear or is_conv1d(module)):
-        return False
-    weight: Any = module.weight
-    return not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight)  # torchao's quantised ones have it
-
-
-def is_like_linear(module: nn.Module | None) -> bool:
-    """Whether the module says the sizes of a linear layer: PEFT's around one, bitsandbytes' or torchao's, and the like."""
-    return isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int)
-
-
-def is_conv1d(module: nn.Module | None) -> bool:
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight as [N, K]."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.t() if is_conv1d(module) else weight
-
-
-def bias_of(module: nn.Module) -> Tensor | None:
-    return module.bias  # type: ignore[return-value]
-
-
-def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Return (inputs, outputs)."""
-    if not is_linear(module):
-        return module.in_features, module.out_features  # type: ignore[return-value]
-    outputs, inputs = weight_of(module).shape
-    return inputs, outputs
-
-
-def precision_of(module: nn.Module) -> FP8Recipe | None:
-    """Return the recipe of the layer's products in eight bits, or None where they have their own type.
-
-    Evaluation, in eval mode and without gradients, has that. So it sees weights that PEFT's merge writes through `weight.data`,
-    which leaves no trace.
-    """
-    recipe: FP8Recipe | None = vars(module).get("precision")
-    return recipe if recipe is not None and (module.training or torch.is_grad_enabled()) else None
-
-
-def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
-    """Return the layer's product with x."""
-    return linear(x, weight_of(module), bias_of(module) if biased else None, precision=precision_of(module))
-
-
-def by_linear(self: Any, input: Tensor) -> Tensor:
-    """The forward of a linear layer whose gradients or precision are onepass's."""
-    if not torch.is_grad_enabled() and precision_of(self) is None:
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
-    return linear_of(self, input)
+    def unfold(self, x: Tensor) -> Tensor:
+        """Return the norm's output, for layers that are called one by one."""
+        normed: Tensor
+        normed, self.h = (self.norm(x), x) if self.residual is None else self.norm(x, self.residual)
+        return normed
 
 
 class LinearsMatch:
-    """Linear layers of one module that share an input."""
+    """Linear layers of one module that share an input, with the LoRA that PEFT puts around some of them, before or after."""
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
         self.owner, self.names = owner, names
-        self.linears = [owner.get_submodule(name) for name in names]
+        self.linears = [base_of(owner.get_submodule(name)) for name in names]  # without PEFT's layers around them
         self.sizes = [sizes_of(module)[1] for module in self.linears]
         self.biased = bias_of(self.linears[0]) is not None
         self.kind = self._kind()  # device and dtype when they were packed
@@ -112,10 +71,12 @@ class LinearsMatch:
     @classmethod
     def found(cls, owner: nn.Module, names: tuple[str, ...]) -> LinearsMatch | None:
         """Return a match if these are linear layers that can run as one."""
-        modules = [owner._modules.get(name) for name in names]
-        if not all(map(is_linear, modules)) or (len(names) > 1 and any(map(is_conv1d, modules))):
+        children = [owner._modules.get(name) for name in names]
+        there = [base_of(child) for child in children]
+        if not all(map(is_linear, there)) or (len(names) > 1 and any(map(is_conv1d, there))):
             return None
-        there = [module for module in modules if module is not None]
+        if any(is_lora(child) and isinstance(lora_of(child), str) for child in children):
+            return None
         if len({id(module.weight) for module in there}) < len(there):  # tied
             return None
         if len({sizes_of(module)[0] for module in there}) > 1 or len({bias_of(module) is None for module in there}) > 1:
@@ -138,12 +99,45 @@ class LinearsMatch:
                 pack(self._biases())
 
     def intact(self) -> bool:
-        """Whether these are still the owner's children, unwrapped, without hooks and with or without biases as before."""
+        """Whether these are still the owner's children, without hooks, with or without biases as before, and around them nothing
+        but plain LoRA."""
         children, biased = self.owner._modules, self.biased
-        return all(
-            children.get(name) is module and is_linear(module) and not hooked(module) and (bias_of(module) is not None) is biased
-            for name, module in zip(self.names, self.linears, strict=True)
-        )
+        for name, module in zip(self.names, self.linears, strict=True):
+            child = children.get(name)
+            if child is not module and not self._is_plain_lora(child, module):
+                return False
+            if not is_linear(module) or hooked(module) or (bias_of(module) is not None) is not biased:
+                return False
+        return True
+
+    def change(self) -> str | None:
+        """Return why they are not intact, or None."""
+        if self.intact():
+            return None
+        children = [child for name in self.names if is_lora(child := self.owner._modules.get(name))]
+        return next((why for child in children if isinstance(why := lora_of(child), str)), LINEARS_CHANGED)
+
+    @staticmethod
+    def _is_plain_lora(child: nn.Module | None, module: nn.Module) -> bool:
+        if not is_lora(child) or base_of(child) is not module or torch.compiler.is_compiling() or under_functorch():
+            return False
+        return not hooked(child) and Patches.own(child) and not isinstance(lora_of(child), str)  # type: ignore[arg-type]
+
+    def are_wrapped(self) -> bool:
+        """Whether PEFT's layers are around some of them."""
+        children = self.owner._modules
+        return any([children[name] is not module for name, module in zip(self.names, self.linears, strict=True)])
+
+    def adapters(self) -> list[LoRA]:
+        """Return what PEFT's layers add, as adapters of the one weight."""
+        children, made, first = self.owner._modules, [], 0
+        for name, module, size in zip(self.names, self.linears, self.sizes, strict=True):
+            child = children[name]
+            for adapter in lora_of(child) if child is not module else ():
+                assert isinstance(adapter, LoRA), "a plain one, as `intact` has seen"
+                made.append(adapter if len(self.names) == 1 else adapter._replace(rows=(first, first + size)))
+            first += size
+        return made
 
     def _kind(self) -> tuple[torch.device, torch.dtype]:
         weight = weight_of(self.linears[0])
@@ -160,12 +154,14 @@ class LinearsMatch:
             self.pack()
         return not are_packed(self.weights())
 
-    def _one_by_one(self, x: Tensor, folded: FoldedNorm | None, biased: bool) -> Tensor:
-        if folded is not None and folded.residual is not None:
-            x, folded.h = folded.norm(x, folded.residual)
-        elif folded is not None:
-            x, folded.h = folded.norm(x), x
-        return torch.cat([linear_of(module, x, biased=biased) for module in self.linears], -1)
+    def _one_by_one(self, x: Tensor, folded: FoldedNorm | None, biased: bool, adapters: list[LoRA]) -> Tensor:
+        x, made, first = x if folded is None else folded.unfold(x), [], 0
+        for module, size in zip(self.linears, self.sizes, strict=True):
+            own = [adapter._replace(rows=None) for adapter in adapters if adapter.rows == (first, first + size)]
+            bias = bias_of(module) if biased else None
+            made.append(linear(x, weight_of(module), bias, lora=own or None, precision=precision_of(module)))
+            first += size
+        return torch.cat(made, -1)
 
     def precision(self) -> FP8Recipe | None:
         return precision_of(self.linears[0])
@@ -180,23 +176,24 @@ class LinearsMatch:
         return [weight_of(module) for module in self.linears]
 
     def _biases(self) -> list[Tensor]:
-        return [module.bias for module in self.linears]  # type: ignore[misc]
+        return [module.bias for module in self.linears]
 
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None, *, biased: bool = True) -> Tensor:
         """Return x, or its norm, times the concatenated weights. `biased=False` leaves the bias to a later op."""
+        adapters = self.adapters() if self.are_wrapped() else []
         if self._lies_apart():
-            return self._one_by_one(x, folded, biased)
-        precision = self.precision()
+            return self._one_by_one(x, folded, biased, adapters)
+        precision, lora = self.precision(), adapters or None
         if torch.compiler.is_compiling():
             several = self.weights(), self._biases() if biased and self.biased else [], precision
             if use_compiled_projections(x, None if folded is None else folded.residual, *several):
                 return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
         if folded is None:
-            return linear(x, self.weight(), bias, precision=precision)
+            return linear(x, self.weight(), bias, precision=precision, lora=lora)
         norm = folded.norm
         options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
-        options |= {"residual": folded.residual, "return_input": True, "precision": precision}
+        options |= {"residual": folded.residual, "return_input": True, "precision": precision, "lora": lora}
         y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, **options)
         return y  # type: ignore[no-any-return]
 
@@ -251,13 +248,3 @@ def give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, met
         mine = name.startswith(prefix) and type(tensor) is Tensor and tensor.device.type != "meta"
         if mine and tensor.untyped_storage().nbytes() != tensor.nbytes:
             state[name] = from_dlpack(tensor)
-
-
-def tiny(module: nn.Module, inputs: int, outputs: int, seed: int) -> nn.Linear:
-    """Return a small random nn.Linear in fp64, with a bias if the module has one."""
-    made = nn.Linear(inputs, outputs, bias=getattr(module, "bias", None) is not None, dtype=torch.float64, device="cpu")
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=random) / inputs**0.5)
-    return made

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.lora import is_lora, lora_of
+from onepass.integrations.huggingface.linear_layers import is_conv1d, is_lora, lora_of
 from onepass.integrations.huggingface.loss_trial import CROSS_ENTROPY, OPTIONS, LossCode, LossKind, find_loss_code
 from onepass.integrations.huggingface.patches import AppliedRow, Patches, wrapped_by
 from onepass.integrations.huggingface.probe import own_forward, parameters_of, thread
@@ -151,7 +151,7 @@ def _kind_of(model: Any, head: Any) -> LossKind | str:
     if head is None:
         return "it has no head"
     if is_lora(head):
-        adapter = lora_of(head)
+        adapter = _lora_of_head(head)
         if isinstance(adapter, str):
             return adapter
     elif type(head).forward is not nn.Linear.forward:
@@ -246,7 +246,7 @@ def _without_logits(model: Any, shared: _HeadState, given: Iterable[str]) -> boo
 def _head_forward(self: Any, input: Tensor, **options: Any) -> Tensor:
     """options: what PEFT's hooks give its layers, such as adapters by row."""
     shared: _HeadState = self._onepass
-    call, lora = shared.call, lora_of(self) if is_lora(self) else None
+    call, lora = shared.call, _lora_of_head(self) if is_lora(self) else None
     # FSDP's hooks on the head's output gather its weight for backward, which NaN in place of logits doesn't come by.
     allowed = () if shared.code.kind is LossKind.INLINE else (FSDP,)
     if call is None or options or isinstance(lora, str) or hooked(self, allowed) or not _can_make(self, lora, input, call):
@@ -260,6 +260,16 @@ def _head_forward(self: Any, input: Tensor, **options: Any) -> Tensor:
         return input.new_full((*[1 for _ in input.shape[:-1]], self.out_features), float("nan"))
     # The result depends on the loss: hooks on the head's output then run before the loss's backward. FSDP's gathers the weight.
     return input.detach()[..., :0] + call.loss
+
+
+def _lora_of_head(head: nn.Module) -> LoRA | str | None:
+    """Return what PEFT's layer adds to the logits, or why that is no LoRA of a head."""
+    adapters = lora_of(head)
+    if isinstance(adapters, str) or is_conv1d(head.base_layer):  # type: ignore[arg-type]
+        return adapters if isinstance(adapters, str) else "the layer that its LoRA wraps is no plain torch.nn.Linear"
+    if len(adapters) > 1:
+        return f"it has {len(adapters)} active LoRAs: {', '.join(head.active_adapters)}"  # type: ignore[arg-type]
+    return adapters[0] if adapters else None
 
 
 def _can_make(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState) -> bool:

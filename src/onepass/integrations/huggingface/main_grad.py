@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.main_grad import is_capturing
 from onepass.gradients.main_grads import MainGrads
-from onepass.integrations.huggingface.linears import by_linear
+from onepass.integrations.huggingface.linear_layers import by_linear
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import own_forward
 from onepass.runtime.cuda_graph import current_step

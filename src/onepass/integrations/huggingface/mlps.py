@@ -1,6 +1,7 @@
 """MLPs: recognised by what they compute, and replaced by one product up, then activation and product down as one op.
 
-Layers that LoRA wraps, and those with quantised weights, run by themselves. Between them the activation is one op.
+Layers with quantised weights, or that LoRA wraps in a way that is no plain one, run by themselves. Between them the activation is
+one op.
 """
 
 from __future__ import annotations
@@ -14,15 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.compiled_mlp import gated_mlp, use_gated_mlp
-from onepass.integrations.huggingface.linears import (
-    LINEARS_CHANGED,
-    FoldedNorm,
-    LinearsMatch,
-    is_like_linear,
-    is_linear,
-    sizes_of,
-    tiny,
-)
+from onepass.integrations.huggingface.linear_layers import is_like_linear, is_linear, sizes_of, tiny
+from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
@@ -84,14 +78,14 @@ class MLPMatch:
         return self.unchanged() and Patches.untouched(self.module, self)
 
     def change(self) -> str | None:
-        return self.snapshot.change(self.module) or (None if self._intact() or self.between is not None else LINEARS_CHANGED)
+        return self.snapshot.change(self.module) or (self.left() if self.between is None else None)
 
     @property
     def made_by(self) -> str:
         return f"activation_linear, {self.activation}" if self.between is None or self._intact() else self.between.made_by
 
     def left(self) -> str | None:
-        return None if self._intact() else LINEARS_CHANGED
+        return self.up.change() or self.down.change()
 
     def _intact(self) -> bool:
         return self.up.intact() and self.down.intact()
@@ -103,7 +97,7 @@ class MLPMatch:
             up = self.up(x, folded, biased=False)
             y = activation_linear(
                 up, self.down.weight(), self.down.bias(), self.activation,
-                activation_bias=self.up.bias(), precision=self.down.precision(),
+                activation_bias=self.up.bias(), precision=self.down.precision(), lora=self.down.adapters() or None,
             )  # fmt: skip
         return y if self.dropout is None else self.module._modules[self.dropout](y)  # type: ignore[misc]
 

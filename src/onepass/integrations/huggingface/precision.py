@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.experts import ExpertsMatch
-from onepass.integrations.huggingface.linears import LinearsMatch, by_linear, is_conv1d, sizes_of
+from onepass.integrations.huggingface.linear_layers import by_linear, is_conv1d, sizes_of
+from onepass.integrations.huggingface.linears import LinearsMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward
 from onepass.kernels.grouped_product import unfit_for_scaled_groups

@@ -147,10 +147,8 @@ _ROUNDED = 4e-6  # of a row's loss, and of its probabilities: logits and the log
 def _of_statistics(logits: Tensor, options: dict[str, Any]) -> dict[str, float]:
     asked = check_statistics(options["return_stats"])
     floating = [name for name in asked if name != "correct"]  # as results are counted
-    if logits.dtype is FP64:
-        lost = _error_of_differences(logits, options["softcap"])
-    else:  # of a vocabulary of one, where the exact result is 0: the logsumexp's rounding, and the logits' multiplication by log2(e)
-        lost = torch.finfo(FP32).eps * _size(logits)
+    # beside fp64 that of one logit alone, whose statistics are exactly 0: it is multiplied by log2(e), and its logarithm rounded
+    lost = _error_of_differences(logits, options["softcap"]) if logits.dtype is FP64 else torch.finfo(FP32).eps * _size(logits)
     floor = {"log_prob": lost, "entropy": _ROUNDED + lost, "log_sum_sq_probs": lost}  # an entropy may be almost 0
     return {f"y{i}": floor[name] for i, name in enumerate(floating, 1) if name in floor}
 

@@ -1,0 +1,160 @@
+"""One linear layer of a model: torch's, Transformers' Conv1D, or PEFT's LoRA around one of these.
+
+What a layer's LoRA is can change at any time, so each call looks. Plain adapters, one or several, are the op's; what else PEFT
+knows runs by its own code: variants such as DoRA, adapters by row, merged and disabled ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.integrations.huggingface.patches import Patches
+from onepass.integrations.huggingface.snapshot import FSDP, hooked
+from onepass.ops.linear.linear import linear
+from onepass.product.lora import LoRA
+from onepass.runtime.dispatch import under_functorch
+from onepass.runtime.fp8_recipe import FP8Recipe
+from onepass.runtime.sharding import has_dtensor
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether the module is nn.Linear itself, or Transformers' Conv1D, whose weight is transposed, with a plain weight."""
+    if module is None or not Patches.own(module) or not (type(module) is nn.Linear or is_conv1d(module)):
+        return False
+    weight: Any = module.weight
+    return not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight)  # torchao's quantised ones have it
+
+
+def is_like_linear(module: nn.Module | None) -> bool:
+    """Whether the module says the sizes of a linear layer: PEFT's around one, bitsandbytes' or torchao's, and the like."""
+    return isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int)
+
+
+def is_conv1d(module: nn.Module | None) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight as [N, K]."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if is_conv1d(module) else weight
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    return module.bias  # type: ignore[return-value]
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Return (inputs, outputs)."""
+    if not is_linear(module):
+        return module.in_features, module.out_features  # type: ignore[return-value]
+    outputs, inputs = weight_of(module).shape
+    return inputs, outputs
+
+
+def precision_of(module: nn.Module) -> FP8Recipe | None:
+    """Return the recipe of the layer's products in eight bits, or None where they have their own type.
+
+    Evaluation, in eval mode and without gradients, has that. So it sees weights that PEFT's merge writes through `weight.data`,
+    which leaves no trace.
+    """
+    recipe: FP8Recipe | None = vars(module).get("precision")
+    return recipe if recipe is not None and (module.training or torch.is_grad_enabled()) else None
+
+
+def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
+    """Return the layer's product with x."""
+    return linear(x, weight_of(module), bias_of(module) if biased else None, precision=precision_of(module))
+
+
+def by_linear(self: Any, input: Tensor) -> Tensor:
+    """The forward of a linear layer whose gradients or precision are onepass's."""
+    if not torch.is_grad_enabled() and precision_of(self) is None:
+        return type(self).forward(self, input)  # type: ignore[no-any-return]
+    return linear_of(self, input)
+
+
+# ---- PEFT's LoRA around it ----
+
+
+def is_lora(module: nn.Module | None) -> bool:
+    """Whether the module is PEFT's LoRA layer around a linear layer."""
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def base_of(module: Any) -> Any:
+    """Return the layer that PEFT's LoRA wraps, or the module itself."""
+    return module.base_layer if is_lora(module) else module
+
+
+def lora_of(layer: Any) -> list[LoRA] | str:
+    """Return what the layer adds to its base layer now, or why that is no plain LoRA."""
+    base = layer.base_layer
+    if not is_linear(base) or hooked(base, (FSDP,)):
+        return "the layer that its LoRA wraps is no plain torch.nn.Linear"
+    if layer.fan_in_fan_out is not is_conv1d(base):
+        return "its LoRA has a transposed weight"
+    if layer.disable_adapters:
+        return "its LoRA is disabled and merged" if layer.merged else []
+    adapters: list[LoRA] = []
+    for name in () if layer.merged else layer.active_adapters:
+        if name in layer.lora_A:
+            adapter = _adapter_of(layer, name, base.weight.dtype)
+            if isinstance(adapter, str):
+                return adapter
+            adapters.append(adapter)
+    return adapters
+
+
+def _adapter_of(layer: Any, name: str, dtype: torch.dtype) -> LoRA | str:
+    if name in layer.lora_variant:
+        return f"its LoRA is a variant, {type(layer.lora_variant[name]).__name__}"
+    if type(layer.lora_dropout[name]) is not nn.Identity:
+        return "its LoRA has dropout, which it applies to the hidden states of its own product alone"
+    parts = layer.lora_A[name], layer.lora_B[name]
+    for part in parts:
+        if type(part) is not nn.Linear or part._parameters["bias"] is not None or not Patches.own(part) or hooked(part, (FSDP,)):
+            return "its LoRA is made of other than torch.nn.Linear without a bias"
+        weight = part._parameters["weight"]
+        if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+            return f"its LoRA's weights are of {type(weight).__name__}"
+        if weight.dtype is not dtype and weight.dtype is not torch.float32:
+            return f"its LoRA's weights are {weight.dtype} beside {dtype}"
+    return LoRA(parts[0].weight, parts[1].weight, float(layer.scaling[name]))
+
+
+def by_lora(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The forward of PEFT's layer. `options`: what PEFT's hooks give its layers, such as adapters by row."""
+    adapters: list[LoRA] | str = []
+    if not (args or options or torch.compiler.is_compiling() or under_functorch()):
+        adapters = lora_of(self)
+    base = self.base_layer
+    if not adapters or isinstance(adapters, str) or hooked(base) or type(base.weight) not in (Tensor, nn.Parameter):
+        made: Tensor = type(self).forward(self, x, *args, **options)
+        return made
+    return linear(x, weight_of(base), bias_of(base), lora=adapters, precision=precision_of(base))
+
+
+def call_layer(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the layer's result. PEFT's runs by the op, also where it was put there after onepass."""
+    if is_lora(module) and "forward" not in vars(module) and not hooked(module):
+        return by_lora(module, x)
+    return module(x)  # type: ignore[no-any-return]
+
+
+# ---- for recognition ----
+
+
+def tiny(module: nn.Module, inputs: int, outputs: int, seed: int) -> nn.Linear:
+    """Return a small random nn.Linear in fp64, with a bias if the module has one."""
+    made = nn.Linear(inputs, outputs, bias=getattr(module, "bias", None) is not None, dtype=torch.float64, device="cpu")
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=random) / inputs**0.5)
+    return made
