@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("json", args.json)
     check_output("plot", args.plot, (".png", ".svg", ".pdf"))
     device = _device(args.device)
-    if huggingface.NAME in args.ops:
+    if huggingface.NAME in args.ops or huggingface.LORA in args.ops:
         return huggingface.run(args, device)
     huggingface.refuse_options(args)
     dtype = DTYPES[args.dtype]

@@ -41,7 +41,7 @@ from onepass.bench.record import commit, device_name, plain, versions
 from onepass.runtime.errors import CommandError, version_of
 from onepass.runtime.fp8 import unfit_gpu
 
-NAME = "huggingface"
+NAME, LORA = "huggingface", "lora"  # and its cases with adapters
 STEPS, STEPS_QUICK = 50, 5
 _DIGITS = 7  # of what is written: losses differ in the last of them
 Rows = dict[str, dict[str, ModelResult]]  # by case, by contender
@@ -63,6 +63,8 @@ def refuse_options(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
+    if args.ops == [LORA]:
+        args.ops, args.case = [NAME], args.case or LORA
     wanted = _wanted(args, device)
     steps = args.steps or (STEPS_QUICK if args.quick else STEPS)
     facts = _facts(device, steps, args.quick)

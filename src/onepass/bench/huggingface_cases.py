@@ -48,6 +48,9 @@ class ModelCase:
     error_of_eager: float = 1.25
     ignored: float = 0.0  # part of each sequence, at its beginning, whose labels are -100, as a prompt's
     chats: tuple[int, int] | None = None  # each sequence is a chat of so many tokens, at least and at most, and padding after it
+    lora_rank: int = 0  # of PEFT's adapters of all linear layers but the head, beside frozen weights; 0: all weights train
+    adapters: str = "fp32"  # their type, PEFT's default
+    checkpointed: bool = False  # layers are recomputed in backward
 
     @property
     def lengths(self) -> list[int]:
@@ -73,7 +76,9 @@ class ModelCase:
     @property
     def title(self) -> str:
         chats = "" if self.chats is None else ", chats of {} to {} tokens".format(*self.chats)
-        return f"{self.family} {self.sequences} x {self.length} bf16, {self.attention} attention{chats}"
+        lora = f", LoRA of rank {self.lora_rank} in {self.adapters} on all linear layers" if self.lora_rank else ""
+        more = ", layers recomputed" if self.checkpointed else ""
+        return f"{self.family} {self.sequences} x {self.length} bf16, {self.attention} attention{chats}{lora}{more}"
 
     @property
     def bars(self) -> tuple[AcceptanceBar, ...]:
@@ -89,6 +94,10 @@ def cases(quick: bool) -> list[ModelCase]:
 _LLAMA_1B = {
     "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+}  # fmt: skip
+_LLAMA_8B = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
 }  # fmt: skip
 _QWEN3_600M = {
     "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -124,11 +133,25 @@ _REAL = [
     ModelCase("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
     # SDPA has no softcapping, and eager attention saves the scores: only one sequence fits.
     ModelCase("gemma2_2b 1x4096", "gemma2", 1, 4096, _GEMMA2_2B, "eager", _BEATS_LIGER),
+    # PEFT makes the products of adapters in fp32, and onepass makes them in bf16: gradients have the error of bf16 adapters
+    ModelCase(
+        "llama_8b 2x2048 lora", "llama", 2, 2048, _LLAMA_8B, lora_rank=16, error_of_eager=2.0,
+        asked=(
+            AcceptanceBar(OURS, "ms", 245.0), AcceptanceBar(OURS, "ms", 0.67, COMPILED), AcceptanceBar(OURS, "ms", 0.57, LIGER),
+            AcceptanceBar(OURS_FP8, "ms", 170.0), AcceptanceBar(OURS, "peak_gib", 30.0),
+        ),
+    ),
+    ModelCase("llama_8b 2x2048 lora bf16", "llama", 2, 2048, _LLAMA_8B, lora_rank=16, adapters="bf16"),
+    ModelCase(
+        "llama_8b 4x4096 lora checkpointed", "llama", 4, 4096, _LLAMA_8B, lora_rank=16, error_of_eager=2.0, checkpointed=True,
+        asked=(AcceptanceBar(OURS, "ms", 0.75, LIGER),),
+    ),
 ]  # fmt: skip
 # The norms of tiny models have few gradient elements, whose errors vary by chance: error_of_eager is larger.
 _QUICK = [
     ModelCase("llama_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0),
     ModelCase("llama_tiny 4x64 chats", "llama", 4, 64, _TINY, error_of_eager=2.0, chats=(4, 60)),
+    ModelCase("llama_tiny 2x64 lora", "llama", 2, 64, _TINY, error_of_eager=2.0, lora_rank=4),
     ModelCase("gemma2_tiny 2x64", "gemma2", 2, 64, _TINY | {"query_pre_attn_scalar": 16}, "eager", error_of_eager=2.0),
 ]
 

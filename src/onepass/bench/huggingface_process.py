@@ -100,7 +100,19 @@ def new_model(case: ModelCase, device: torch.device) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         make = imported("transformers", "AutoModelForCausalLM").from_config
-        return make(config, dtype=torch.bfloat16, attn_implementation=case.attention).train()
+        model = make(config, dtype=torch.bfloat16, attn_implementation=case.attention).train()
+        if case.lora_rank:
+            model = _with_lora(model, case)
+    if case.checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _with_lora(model: Any, case: ModelCase) -> Any:
+    """Return the model with PEFT's adapters, both random: a first gradient of a is 0 where b is."""
+    options = {"r": case.lora_rank, "lora_alpha": 2 * case.lora_rank, "target_modules": "all-linear", "init_lora_weights": False}
+    config = imported("peft", "LoraConfig")(**options, task_type="CAUSAL_LM")
+    return imported("peft", "get_peft_model")(model, config, autocast_adapter_dtype=case.adapters == "fp32")
 
 
 def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
@@ -149,7 +161,8 @@ def _onepass(model: Any, precision: str | None = None) -> Any:
 
 
 def _liger(model: Any) -> Any:
-    imported("liger_kernel.transformers", "_apply_liger_kernel_to_instance")(model=model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
+    imported("liger_kernel.transformers", "_apply_liger_kernel_to_instance")(model=base)
     return model
 
 
@@ -169,9 +182,10 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 class _Trainer:
     def __init__(self, case: ModelCase, model: nn.Module, contender: str) -> None:
-        self.inputs = ModelInputs(case, next(model.parameters()).device, contender == OURS_PACKED)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.inputs = ModelInputs(case, trained[0].device, contender == OURS_PACKED)
         self.run = _MAKE.get(contender, lambda model: model)(model)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
+        self.optimizer = torch.optim.AdamW(trained, lr=_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / _RISING, total_iters=_RISING - 1)
 
     def gradients(self, batch: Tensor) -> Tensor:
@@ -201,13 +215,15 @@ def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     kept = (labels[:, 1:] != -100).sum(1)
     for sequence, of_sequence, share in zip(batch.split(1), labels.split(1), kept / kept.sum(), strict=True):
         (model(input_ids=sequence, labels=of_sequence).loss * share).backward()  # padding after a chat is not seen by it
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
     """Return the gradients' relative RMS error for each kind of parameter, over all layers."""
     of_kind: dict[str, list[float]] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         kind = re.sub(r"\.\d+\.", ".*.", name)
         of_kind.setdefault(kind, []).append(_error(parameter.grad, exact[name]))
     return {kind: (sum(value**2 for value in values) / len(values)) ** 0.5 for kind, values in of_kind.items()}
