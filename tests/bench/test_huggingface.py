@@ -54,8 +54,11 @@ def transformers() -> Any:
 
 @pytest.mark.usefixtures("transformers")
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT's
 @pytest.mark.parametrize("case", cases(quick=True), ids=lambda case: case.name)
 def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
+    if case.lora_rank:
+        pytest.importorskip("peft")
     names = [EAGER, OURS, OURS_FP8, *([OURS_PACKED] if case.chats else [])]
     rows = [huggingface_process.measured(case, name, CPU, 5, True) for name in names]
     compare(rows)
@@ -64,12 +67,15 @@ def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
         assert len(row.losses) == 5
         assert row.ms is not None and row.ms_range[0] <= row.ms <= row.ms_range[1]
         assert row.peak_gib is None  # a GPU's
-    assert {"model.embed_tokens.weight", "model.layers.*.mlp.down_proj.weight", "model.norm.weight"} <= rows[0].errors.keys()
+    trained = {"model.embed_tokens.weight", "model.layers.*.mlp.down_proj.weight", "model.norm.weight"}
+    if case.lora_rank:
+        trained = {f"base_model.model.model.layers.*.mlp.down_proj.lora_{part}.default.weight" for part in "AB"}
+    assert trained <= rows[0].errors.keys()
     assert all(1e-4 < error < 0.05 for error in rows[0].errors.values())  # of bf16
     bars = [bar for bar in case.bars if bar.contender in names]
     assert all(found is not None and found[1] for bar in bars for found in [reached(bar, rows)])
     assert rows[0].losses != rows[1].losses != rows[2].losses  # they did not do the same
-    assert rows[2].error_of_eager is not None and rows[2].error_of_eager > 5  # of eight bits
+    assert rows[2].error_of_eager is not None and rows[2].error_of_eager > 3  # of eight bits
 
 
 def test_a_gpu_without_eight_bits_skips_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +237,9 @@ def test_bars() -> None:
 def test_the_cases_are_those_asked_for() -> None:
     real = {case.name: case for case in cases(quick=False)}
     names = ["llama_1b 4x4096", "llama_1b 4x4096 ignored", "llama_1b 16x1024 chats", "llama_1b 1x1024"]
-    assert list(real) == [*names, "qwen3_0.6b 4x4096", "gemma2_2b 1x4096"]
+    with_lora = ["lora_8b 2x2048", "lora_8b 2x2048 bf16", "lora_8b 4x4096 checkpointed"]
+    assert list(real) == [*names, "qwen3_0.6b 4x4096", "gemma2_2b 1x4096", *with_lora]
+    assert [case.name for case in real.values() if case.lora_rank] == with_lora
     assert AcceptanceBar(OURS_PACKED, "ms", 0.6, OURS) in real["llama_1b 16x1024 chats"].bars
     assert [case.name for case in real.values() if OURS_PACKED in case.contenders] == ["llama_1b 16x1024 chats"]
     assert AcceptanceBar(OURS, "ms", 0.9, LIGER) in real["llama_1b 4x4096"].bars
@@ -415,7 +423,7 @@ def _runs(pid: int) -> bool:
         (["huggingface", "--dtype", "fp32"], "--dtype must be bf16 for huggingface, but is fp32"),
         (["huggingface", "--steps", "0"], "--steps must be at least 1, but is 0"),
         (["huggingface", "--budget", "0"], "--budget must be more than 0 seconds, but is 0"),
-        (["huggingface", "--case", "bert"], "there are llama_tiny 2x64, llama_tiny 4x64 chats, llama_tiny 2x64 lora, gemma2_tiny 2x64"),
+        (["huggingface", "--case", "bert"], "there are llama_tiny 2x64, llama_tiny 4x64 chats, lora_tiny 2x64, gemma2_tiny 2x64"),
         (["norm", "--contender", "eager"], "--contender is only for huggingface"),
         (["--steps", "3"], "--steps is only for huggingface"),
         (["norm", "--budget", "3"], "--budget is only for huggingface"),

@@ -37,6 +37,7 @@ class AdapterPlan(NamedTuple):
     """How the adapters of a layer share their products."""
 
     shapes: AdapterShapes
+    is_one: bool  # there is one adapter, of all of the weight's rows: a and b are its own
     scale: float | None  # of all, or None where they have several
     parts: tuple[tuple[slice, slice, float], ...]  # each adapter's columns of t, its rows of the weight, and its scale
 
@@ -45,8 +46,9 @@ def _plan_of(adapters: tuple[tuple[int, float, tuple[int, int] | None], ...], K:
     """Return the plan of adapters of these ranks, scales and rows."""
     ranks, scales, spans = zip(*adapters, strict=True)
     shapes = AdapterShapes(0, ranks, tuple([span or (0, N) for span in spans]), K, N)
+    is_one = len(ranks) == 1 and shapes.rows[0] == (0, N)
     parts = zip(shapes.columns, [slice(*rows) for rows in shapes.rows], map(float, scales), strict=True)
-    return AdapterPlan(shapes, float(scales[0]) if len(set(scales)) == 1 else None, tuple(parts))
+    return AdapterPlan(shapes, is_one, float(scales[0]) if len(set(scales)) == 1 else None, tuple(parts))
 
 
 _cached_plan_of = lru_cache(maxsize=4096)(_plan_of)  # to make one takes 10 us of a call; a compiler warns of caches
@@ -86,7 +88,7 @@ class LoRAProduct(NamedTuple):
         self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Any = None
     ) -> Forward:  # fmt: skip
         plan, tensors, dtype = self.plan, self.tensors, prologue.dtype
-        if len(tensors) == 2 and tensors[0].dtype is dtype and tensors[1].dtype is dtype:
+        if plan.is_one and tensors[0].dtype is dtype and tensors[1].dtype is dtype:
             a, b = tensors
         else:
             a, b = pack_adapters(tensors, dtype, plan.shapes)
@@ -235,7 +237,7 @@ class LoRAPass:
         wide = self.t.dtype if self.t.dtype.itemsize > 2 else torch.float32
         places = zip(self.parameters, self.main_grads, strict=True)
         dtypes = [one.dtype if place is None and not in_fsdp(one) else wide for one, place in places]
-        if len(dtypes) == 2 and (da is None or dtypes[0] is wide) and (db is None or dtypes[1] is wide):
+        if self.plan.is_one and (da is None or dtypes[0] is wide) and (db is None or dtypes[1] is wide):
             return da, db
         sums: list[Tensor | None] = [None] * len(dtypes)
         asked = slice(None) if da is not None and db is not None else slice(0 if db is None else 1, None, 2)
