@@ -4,6 +4,8 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
+from torch.serialization import add_safe_globals as _add_safe_globals
+
 from onepass import nn, parallel
 from onepass.gradients.graphed_step import graphed_step
 from onepass.gradients.graphs import graphed
@@ -28,7 +30,10 @@ from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
 from onepass.product.fp8 import layer as _layer  # noqa: F401  # enters products in eight bits
+from onepass.product.frozen.taken import frozen_weight
+from onepass.product.frozen.weight import FrozenWeight
 from onepass.product.lora import LoRA
+from onepass.product.precision import FROZEN as _FROZEN
 from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
@@ -44,12 +49,14 @@ if TYPE_CHECKING:
 _moved.install()
 _attention_backends.register()  # these import none of the packages that they are for
 _norm_backends.register()
+_add_safe_globals([*_FROZEN])  # torch.load takes a module's weights in few bits
 
 __version__ = _version("onepass")
 __all__ = [
     "FP8Recipe",
     "FP8Target",
     "FP8Tensor",
+    "FrozenWeight",
     "KeptRows",
     "LoRA",
     "activation_linear",
@@ -64,6 +71,7 @@ __all__ = [
     "dropout_add",
     "embedding",
     "explain",
+    "frozen_weight",
     "fuse",
     "gated_norm_linear",
     "gated_rms_norm",

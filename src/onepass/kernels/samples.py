@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from onepass.kernels import fp8, fp8_cast, fp8_transpose
+from onepass.kernels import decode, fp8, fp8_cast, fp8_transpose
 from onepass.kernels.adapter_pack import AdapterShapes, pack_adapters, unpack_adapters
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.samples import CoveringCall, meta
@@ -17,13 +18,14 @@ def covering_calls() -> Iterator[CoveringCall]:
     """Casts by row, by column and by tensor: both types, rows that are held and read again, even and odd multiples of 16.
 
     Adapters of one layer of Llama 8B, of other types and ranks, and of documents.
+    Decoding: blocks of all sizes, whole and not, scales that are codes and not; groups of a row, of several and of parts.
     """
     for width in (2048, 4096, 14336, 28672, 5008):
         for dtype in (torch.bfloat16, torch.float32):
             for to in (E4M3, E5M2):
                 yield _cast_call(width, dtype, to)
-
-
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield CoveringCall("decode 4 bits and int8", dtype, partial(_decode, dtype))
     for spans in (((0, 4096),), ((0, 14336), (14336, 28672)), ((0, 4096), (4096, 5120), (5120, 6144))):
         for of_adapters in (torch.float32, torch.bfloat16):
             yield _pack_call(AdapterShapes(0, (16,) * len(spans), spans, 4096, spans[-1][1]), of_adapters)
@@ -62,3 +64,18 @@ def _cast_call(width: int, dtype: torch.dtype, to: torch.dtype) -> CoveringCall:
         return x
 
     return CoveringCall(f"fp8 cast 8192x{width} {'e5m2' if to is E5M2 else 'e4m3'}", dtype, run, 89)
+
+
+def _decode(dtype: torch.dtype) -> Tensor:
+    def empty(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    for K in (4096, 4098):
+        out, codes, table = empty(4096, K, of=dtype), empty(2048 * K, of=torch.uint8), empty(273)
+        for block in (64, 4096):
+            blocks = out.numel() // block
+            decode.decode_four_bits(out, codes, table, empty(blocks), None, block, 1)
+            decode.decode_four_bits(out, codes, table, empty(blocks, of=torch.uint8), empty(blocks // 256), block, 256)
+        for groups, factor in ((4096, 1 / 127), (4096, None), (32 * K, None)):
+            decode.decode_int8(out, empty(4096, K, of=torch.int8), empty(groups), factor)
+    return meta(1, dtype=dtype)

@@ -272,7 +272,7 @@ def run_packed_linear(
 
 def is_plain(product: Product, weight: Tensor, bias: Tensor | None, adapters: Sequence[LoRA] = ()) -> bool:
     """Whether F.linear does all that the product does: gradients go to autograd, and nothing to other ranks."""
-    if not isinstance(product, PlainProduct) or product.layout is not None:
+    if type(product) is not PlainProduct or product.layout is not None:
         return False
     if under_functorch():
         return True

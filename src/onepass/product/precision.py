@@ -1,6 +1,7 @@
 """Which product a layer's `precision` asks for, and what `explain` says of it.
 
-A kind of product enters what makes it, by its recipe's type, in `PRODUCTS` when it is imported, as `import onepass` does.
+A kind of product enters what makes it, by its recipe's type, in `PRODUCTS` when it is imported, as `import onepass` does. A kind
+of frozen weight enters what makes its product in `FROZEN`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from onepass.runtime.fp8_recipe import Precision, recipe_of
 from onepass.runtime.op import FORMULA, Call
 
 PRODUCTS: dict[type, Callable[[Any, Tensor, TPLayout | None, DeferredWgrad | None], Product]] = {}
+FROZEN: dict[type, Callable[[Precision, Tensor, Tensor, TPLayout | None, DeferredWgrad | None], Product]] = {}
 _PLAIN = PlainProduct()
 
 
@@ -28,6 +30,8 @@ def product_for(
 
     Ranks that have parts of one weight must all have parts that fit, or none: `validate()` sees where they gather other types.
     """
+    if type(weight) in FROZEN:
+        return FROZEN[type(weight)](precision, x, weight, layout, deferred)
     if precision is not None:
         recipe = recipe_of(precision)
         check_fp8(x, weight)
@@ -38,7 +42,7 @@ def product_for(
 
 def describe_products(precision: Precision, x: Tensor, weight: Tensor, deferred: DeferredWgrad | None) -> str:
     """Return what `explain` says of the products."""
-    described = _describe_fp8(precision, x, weight)
+    described = _describe(precision, x, weight)
     if described is not None:
         return described
     return "products by PyTorch" if deferred is None else "products by PyTorch, the weight's gradient's in flush()"
@@ -46,11 +50,13 @@ def describe_products(precision: Precision, x: Tensor, weight: Tensor, deferred:
 
 def describe_formula(call: Call) -> str:
     """Return what `explain` says of an op's formula, whose product has a precision."""
-    described = _describe_fp8(call.precision, call.x, call.weight)
+    described = _describe(call.precision, call.x, call.weight)
     return FORMULA if described is None else f"the PyTorch formula; {described}"
 
 
-def _describe_fp8(precision: Precision, x: Tensor, weight: Tensor) -> str | None:
+def _describe(precision: Precision, x: Tensor, weight: Any) -> str | None:
+    if type(weight) in FROZEN:
+        return f"{weight.describe()}, decoded for each product by PyTorch"
     recipe = recipe_of(precision)
     if recipe is None:
         return None

@@ -1,0 +1,1 @@
+"""Frozen weights in few bits: their kinds, and what they are made of."""

@@ -1,0 +1,65 @@
+"""Each mutant is a small, plausible slip of a frozen weight, and the numbers of its codes betray it."""
+
+import pytest
+import torch
+from ops.frozen_calls import BF16, FP32, decoded, four_bits, numbers
+
+from onepass.product.frozen import four_bits as four
+from onepass.product.frozen import joined, taken, weight
+from onepass.testing.mutants import copy_package, mutate
+
+N, K = 48, 70
+MUTANTS = {
+    "another part's rows": (joined, "JoinedWeight.decode_into", "zip(weights, out", "zip(weights[::-1], out"),
+    "parts in another order": (joined, "join", "enumerate(weights)})", "enumerate(weights[::-1])})"),
+    "a type that was asked for is forgotten": (taken, "frozen_weight", "known[0] == key", "known[0] == key or dtype"),
+    "other codes are the same weight": (taken, "_source_of", "(weight.data_ptr(), state", "(0, state"),
+    "other scales are the same weight": (taken, "_source_of", "state and id(state.absmax))", "0)"),
+    "another dtype is found": (taken, "frozen_weight", "made.get((len(sources), dtype))", "made.get((len(sources), None))"),
+    "no offset": (four, "bitsandbytes_four_bits", "nested.code, state.offset)", "nested.code, 0 * state.offset)"),
+    "blocks of 64": (four, "bitsandbytes_four_bits", "state.quant_type, block, ", "state.quant_type, 64, "),
+    "a type between": (weight, "FrozenWeight.decoded", "self.decode_into(out)", "self.decode_into(out); out = out.to(torch.bfloat16).to(dtype)"),
+    "backward in another type": (weight, "DecodedProduct.output_gradient", "_decoded(weight, dy.dtype)", "_decoded(weight, torch.bfloat16).to(dy.dtype)"),
+    "codes are not copied": (weight, "_copied", "tensor.copy_(source.tensors[name], non_blocking)", "tensor.data = tensor"),
+}  # fmt: skip
+
+
+def has_bits(frozen, expected, dtype=FP32):
+    return frozen.shape == expected.shape and torch.equal(frozen.decoded(dtype), expected.to(dtype))
+
+
+def is_right(module):
+    """Whether weights alone and together, before and after changes, have the numbers of their codes, and so has their product."""
+    take = module.frozen_weight
+    parts = [four_bits(N, K), four_bits(9, K, seed=1, nested=False), four_bits(5, K, seed=2, block=32)]
+    right = [has_bits(take(part), decoded(part)) for part in parts]
+    whole = torch.cat([decoded(part) for part in parts])
+    right += [has_bits(take(*parts), whole), has_bits(take(parts[0], parts[1]), whole[:-5]), has_bits(take(parts[0]), whole[:N])]
+    right += [take(parts[0], dtype=dtype).dtype is dtype for dtype in (BF16, FP32)]
+    other = four_bits(N, K, seed=3)
+    parts[0].data = other.data
+    right.append(has_bits(take(parts[0]), decoded(parts[0])))
+    parts[0].quant_state.absmax = other.quant_state.absmax
+    right.append(has_bits(take(parts[0]), decoded(parts[0])))
+    first, second = take(four_bits(N, K, seed=4)), take(other)
+    right.append(has_bits(first.clone().copy_(second), second.decoded(FP32)))
+    x, frozen = numbers(6, K).requires_grad_(), take(*parts)
+    product = type(frozen).__mro__[1].decoded.__globals__["decoded_product"](None, x, frozen, None, None)
+    whole = frozen.decoded(FP32)
+    dy = numbers(6, len(whole), seed=5)
+    drows, _ = product.output_gradient(dy, frozen, None, True, False, later=False)
+    y = product.forward(product.rows_in(FP32, FP32), (x,), frozen, None, None)[0]
+    return all([*right, torch.equal(y, x @ whole.T), torch.equal(drows, dy @ whole)])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name):
+    try:
+        right = is_right(mutate(*MUTANTS[name], entry=taken))
+    except (AssertionError, RuntimeError, ValueError, TypeError):
+        return
+    assert not right
+
+
+def test_a_copy_without_a_change_passes():
+    assert is_right(copy_package(taken))
