@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # ranks import the file of a fu
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process that compiles starts others, which import torch
 
 # For each frame that it compiles Dynamo times its guards, on a cache that it empties first. Nobody reads it here.
 torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0

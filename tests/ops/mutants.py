@@ -6,21 +6,19 @@ from onepass.testing.mutants import copy_package, mutate
 
 ERRORS = AssertionError, ValueError, RuntimeError, IndexError  # a mutation can make an invalid shape or grid
 
-_catches = {}  # case: how many had caught a mutant before it did so last
-
 
 def mutant_tests(module, mutants, cases, judge_case, passing=None, errors=ERRORS):
     """Return two tests: each mutant fails one of the cases, and a copy of the package without a change passes those of `passing`.
 
     A mutant's row has what `mutate` takes. What follows there is handed to `cases`, which returns those to try, in order. Or
-    `cases` is a list: those that caught a mutant last go first, as neighbours in a table break the same feature. Raising counts
-    as failing.
+    `cases` is a list, and the row ends with the place there of the cheapest case that catches the mutant: it goes first. Raising
+    counts as failing.
     """
 
     @pytest.mark.parametrize("name", mutants)
     def mutants_are_caught(name):
         change, more = mutants[name][:4], mutants[name][4:]
-        tried = cases(*more) if callable(cases) else sorted(cases, key=lambda case: -_catches.get(case, -1))
+        tried = cases(*more) if callable(cases) else [*(cases[place] for place in more), *cases]
         assert _caught(mutate(*change, entry=module), tried, judge_case, errors), "no case catches it"
 
     def a_copy_without_a_change_passes():
@@ -41,6 +39,5 @@ def _caught(mutant, cases, judge_case, errors):
         except Exception as error:
             if not isinstance(error, errors) and "programs wait for each other" not in str(error):
                 raise
-        _catches[case] = max(_catches.values(), default=-1) + 1
         return True
     return False

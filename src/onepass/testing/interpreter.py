@@ -13,6 +13,7 @@ Triton's interpreter has these faults, from 3.5 to 3.9, those of bf16 without an
 - A launch copies tensors to the host and back, which a reference cycle keeps alive. Without a GPU, here it doesn't.
 - numpy warns of overflows and NaN, which are ordinary in fp32 arithmetic on a GPU. A launch silences these warnings.
 - Each call of a device function patches the whole language again, most of a program's cost. Here each launch patches it once.
+- Each function is parsed and compiled again, though only its module is new, as in a mutant. Here equal code is compiled once.
 - Types and shapes are made again for each value, most of the remaining cost. Here they are cached, and operators of types that
   have met before are numpy's (`interpreter_types.py`).
 - Programs run one after another, so a program that waits for another would hang. Here it yields to the others
@@ -183,6 +184,26 @@ def _validate_descriptor(self: Any) -> None:
     assert self.strides[-1].data.item() == 1, "a descriptor's last stride must be 1"
 
 
+# ---- functions, whose assignments the interpreter rewrites ----
+
+_stock_rewrite = interpreter.FunctionRewriter.rewrite_ast
+_rewritten: dict[types.CodeType, types.CodeType] = {}
+
+
+def _rewrite(self: Any) -> Any:
+    """Return the rewritten function. What equal code of another module has become is what this becomes."""
+    found = _rewritten.get(self.fn.__code__)
+    if found is None:
+        made = _stock_rewrite(self)
+        _rewritten[self.fn.__code__] = made.__code__
+        return made
+    own = self.fn.__globals__
+    own.update({name: value for name, value in vars(interpreter).items() if name not in own})
+    function = types.FunctionType(found, own, self.fn.__name__, self.fn.__defaults__)
+    function.__annotations__ = self.fn.__annotations__  # which arguments are constants
+    return function
+
+
 # ---- launches ----
 
 _stock_launch = interpreter.GridExecutor.__call__
@@ -338,6 +359,7 @@ def _repair() -> None:
     _Builder.binary_op = _repaired(_Builder.binary_op)
     _Builder.unary_op = _repaired(_Builder.unary_op)
     interpreter._patch_lang_tensor = _patch_tensor_with_index
+    interpreter.FunctionRewriter.rewrite_ast = _rewrite
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _patch_once
     else:

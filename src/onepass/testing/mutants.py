@@ -24,6 +24,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -54,10 +55,16 @@ def _ours(name: str) -> bool:
     return (name == "onepass" or name.startswith("onepass.")) and not testing
 
 
+@cache
+def _parsed(file: str) -> tuple[str, ast.Module]:
+    source = Path(file).read_text()
+    return source, ast.parse(source)
+
+
 def _extent(module: ModuleType, function: str) -> tuple[str, int, int]:
     """Return the module's source, and where `function` ("name" or "Class.name") begins and ends in it; "" is the whole module."""
-    source = Path(str(module.__file__)).read_text()
-    found: ast.AST = ast.parse(source)
+    source, tree = _parsed(str(module.__file__))
+    found: ast.AST = tree
     for name in filter(None, function.split(".")):
         inner = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == name]
         if len(inner) != 1:
