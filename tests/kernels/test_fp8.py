@@ -7,7 +7,7 @@ import torch
 
 from onepass.kernels import fp8 as device_functions
 from onepass.kernels import fp8_cast
-from onepass.kernels.cublaslt import scaled_product
+from onepass.kernels.cublaslt import add_scaled_product, scaled_product
 from onepass.kernels.language import triton
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -275,6 +275,15 @@ def test_a_sum_is_rounded_once():
     into = torch.ones(16, 16, device=DEVICE, dtype=torch.bfloat16)
     scaled_product(*given, torch.bfloat16, out=into, add=True)  # 1 + (1 + 2^-10) / 256
     assert into.eq(1 + 2.0**-7).all()
+
+
+@pytest.mark.parametrize("out", (torch.bfloat16, torch.float32), ids=str)
+def test_a_product_is_added_without_a_pass(out):
+    given, exact = operands(48, 64, 96, E4M3, False)
+    into = torch.randn(48, 64, device=DEVICE).to(out)
+    expected = exact + into.double()
+    assert add_scaled_product(into, *given) is into
+    assert error(into, expected) < 2  # of the rounded product, and of the sum
 
 
 def test_columns_apart_are_written_too():

@@ -1,5 +1,6 @@
 """Weights in few bits as other packages keep them, made here: bitsandbytes need not be installed."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -24,6 +25,9 @@ class Params4bit(nn.Parameter):
         made = torch.Tensor._make_subclass(cls, data, False)
         made.quant_state, made.bnb_quantized = quant_state, True
         return made
+
+    def __deepcopy__(self, memo):
+        return Params4bit(self.data.clone(), copy.deepcopy(self.quant_state, memo))
 
 
 def numbers(*shape, seed=0, scale=1.0, dtype=FP32):

@@ -238,3 +238,11 @@ def scaled_product(
     if out is None:
         return product
     return out.add_(product) if add else out.copy_(product)
+
+
+def add_scaled_product(out: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, *, fast: bool = False) -> Tensor:
+    """Add a @ b.T to `out` without a pass of its own, and return it. A 16-bit product is rounded before it is added."""
+    if a.is_cuda and a.numel() and out.stride(1) == 1 and unusable(a.device) is None:
+        scaled_mm(a, a_inverse, b, b_inverse, out, fast=fast, add=True)
+        return out
+    return out.add_(scaled_product(a, a_inverse, b, b_inverse, out.dtype, fast=fast))

@@ -141,14 +141,10 @@ def with_codes(layer):
     return made
 
 
-def by_bitsandbytes(layer, four):
+def by_bitsandbytes(layer):
     bnb = pytest.importorskip("bitsandbytes")
-    if four:
-        made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-        made.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
-    else:
-        made = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, bias=False, has_fp16_weights=False)
-        made.weight = bnb.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
+    made = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, bias=False, has_fp16_weights=False)
+    made.weight = bnb.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     return made.to("cpu")
 
 
@@ -168,8 +164,7 @@ def by_torchao(layer, trained):
 QUANTISED = {
     "codes in a module": CodesLinear,
     "codes in a tensor": with_codes,
-    "bitsandbytes, 4 bits": lambda layer: by_bitsandbytes(layer, True),
-    "bitsandbytes, 8 bits": lambda layer: by_bitsandbytes(layer, False),
+    "bitsandbytes, 8 bits": by_bitsandbytes,
     "torchao, int8": lambda layer: by_torchao(layer, False),
     "torchao, float8": lambda layer: by_torchao(layer, True),
 }

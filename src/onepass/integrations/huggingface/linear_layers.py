@@ -1,4 +1,4 @@
-"""One linear layer of a model: torch's, Transformers' Conv1D, or PEFT's LoRA around one of these.
+"""One linear layer of a model: torch's, Transformers' Conv1D, bitsandbytes' in four bits, or PEFT's LoRA around one of these.
 
 What a layer's LoRA is can change at any time, so each call looks. Plain adapters, one or several, are the op's; what else PEFT
 knows runs by its own code: variants such as DoRA, adapters by row, merged and disabled ones.
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.snapshot import FSDP, hooked
 from onepass.ops.linear.linear import linear
+from onepass.product.frozen.taken import frozen_weight
+from onepass.product.frozen.weight import FrozenWeight
 from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -21,11 +23,25 @@ from onepass.runtime.sharding import has_dtensor
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Whether the module is nn.Linear itself, or Transformers' Conv1D, whose weight is transposed, with a plain weight."""
-    if module is None or not Patches.own(module) or not (type(module) is nn.Linear or is_conv1d(module)):
+    """Whether the module is nn.Linear itself, or Transformers' Conv1D, whose weight is transposed, with a plain weight.
+
+    Or a layer whose weight `frozen_weight` takes.
+    """
+    if module is None or not Patches.own(module):
         return False
-    weight: Any = module.weight
-    return not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight)  # torchao's quantised ones have it
+    if type(module) is nn.Linear or is_conv1d(module):
+        weight: Any = module._parameters["weight"]
+        if not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight):  # torchao's quantised ones have it
+            return True
+    return is_frozen(module)
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether the layer keeps its weight in few bits that `frozen_weight` takes."""
+    kind, weight = type(module), module._parameters.get("weight")
+    if kind is nn.Linear:
+        return isinstance(weight, FrozenWeight) or type(weight).__name__ == "NF4Tensor"
+    return kind.__name__ == "Linear4bit" and getattr(weight, "bnb_quantized", False)
 
 
 def is_like_linear(module: nn.Module | None) -> bool:
@@ -40,6 +56,8 @@ def is_conv1d(module: nn.Module | None) -> bool:
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return the weight as [N, K]."""
+    if is_frozen(module):
+        return frozen_weight(module)
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight.t() if is_conv1d(module) else weight
 
@@ -50,7 +68,7 @@ def bias_of(module: nn.Module) -> Tensor | None:
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Return (inputs, outputs)."""
-    if not is_linear(module):
+    if not is_linear(module) or is_frozen(module):
         return module.in_features, module.out_features  # type: ignore[return-value]
     outputs, inputs = weight_of(module).shape
     return inputs, outputs
@@ -68,6 +86,8 @@ def precision_of(module: nn.Module) -> FP8Recipe | None:
 
 def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
     """Return the layer's product with x."""
+    if is_frozen(module) and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):  # theirs is made for few rows
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
     return linear(x, weight_of(module), bias_of(module) if biased else None, precision=precision_of(module))
 
 
@@ -84,7 +104,7 @@ def by_linear(self: Any, input: Tensor) -> Tensor:
 def is_lora(module: nn.Module | None) -> bool:
     """Whether the module is PEFT's LoRA layer around a linear layer."""
     kind = type(module)
-    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+    return kind.__name__ in ("Linear", "Linear4bit") and kind.__module__ in ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 
 
 def base_of(module: Any) -> Any:
@@ -117,8 +137,8 @@ def lora_of(layer: Any) -> list[LoRA] | str:
         for weight in (a, b):
             if type(weight) is not nn.Parameter and type(weight) is not Tensor:
                 return f"its LoRA's weights are of {type(weight).__name__}"
-            if weight.dtype is not torch.float32 and weight.dtype is not base.weight.dtype:
-                return f"its LoRA's weights are {weight.dtype} beside {base.weight.dtype}"
+            if weight.dtype is not torch.float32 and weight.dtype is not (dtype := weight_of(base).dtype):
+                return f"its LoRA's weights are {weight.dtype} beside {dtype}"
         adapters.append(LoRA(a, b, float(layer.scaling[name])))
     return adapters
 
@@ -135,7 +155,8 @@ def by_lora(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
     if not (args or options or torch.compiler.is_compiling() or under_functorch()):
         adapters = lora_of(self)
     base = self.base_layer
-    if not adapters or isinstance(adapters, str) or hooked(base) or type(base.weight) not in (Tensor, nn.Parameter):
+    plain = torch.is_grad_enabled() if is_frozen(base) else type(base.weight) in (Tensor, nn.Parameter)
+    if not adapters or isinstance(adapters, str) or hooked(base) or not plain:
         made: Tensor = type(self).forward(self, x, *args, **options)
         return made
     return linear(x, weight_of(base), bias_of(base), lora=adapters, precision=precision_of(base))

@@ -14,6 +14,7 @@ from onepass.integrations.huggingface.linear_layers import (
     base_of,
     bias_of,
     is_conv1d,
+    is_frozen,
     is_linear,
     is_lora,
     lora_of,
@@ -27,6 +28,7 @@ from onepass.integrations.huggingface.snapshot import hooked
 from onepass.ops.linear.linear import linear
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
 from onepass.ops.norm.norm_linear import norm_linear
+from onepass.product.frozen.taken import frozen_weight
 from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -59,11 +61,12 @@ class LinearsMatch:
         self.linears = [base_of(owner.get_submodule(name)) for name in names]  # without PEFT's layers around them
         self.sizes = [sizes_of(module)[1] for module in self.linears]
         self.biased = bias_of(self.linears[0]) is not None
+        self.frozen = is_frozen(self.linears[0])
         self.kind = self._kind()  # device and dtype when they were packed
 
     def replace(self, patches: Patches) -> None:
         """Pack the layers' parameters until the patches are undone."""
-        if len(self.linears) > 1:
+        if len(self.linears) > 1 and not self.frozen:
             self.pack()
             patches.on_undo(self.owner.register_state_dict_post_hook(give_own_storages).remove)
             patches.on_undo(self.unpack)
@@ -74,6 +77,8 @@ class LinearsMatch:
         children = [owner._modules.get(name) for name in names]
         there = [base_of(child) for child in children]
         if not all(map(is_linear, there)) or (len(names) > 1 and any(map(is_conv1d, there))):
+            return None
+        if len(set(map(is_frozen, there))) > 1:
             return None
         if any(is_lora(child) and isinstance(lora_of(child), str) for child in children):
             return None
@@ -108,7 +113,7 @@ class LinearsMatch:
                 return False
             if not is_linear(module) or hooked(module) or (bias_of(module) is not None) is not biased:
                 return False
-        return True
+        return not self.frozen or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
 
     def change(self) -> str | None:
         """Return why they are not intact, or None."""
@@ -140,7 +145,8 @@ class LinearsMatch:
         return made
 
     def _kind(self) -> tuple[torch.device, torch.dtype]:
-        weight = weight_of(self.linears[0])
+        weight = self.linears[0]._parameters["weight"]
+        assert weight is not None
         return weight.device, weight.dtype
 
     def _lies_apart(self) -> bool:
@@ -148,7 +154,7 @@ class LinearsMatch:
 
         This holds under FSDP, which gathers each layer's weight for a moment only.
         """
-        if len(self.linears) == 1 or torch.compiler.is_compiling():
+        if len(self.linears) == 1 or self.frozen or torch.compiler.is_compiling():
             return False
         if self.kind != self._kind():  # the model was moved since, as Trainer does
             self.pack()
@@ -167,7 +173,7 @@ class LinearsMatch:
         return precision_of(self.linears[0])
 
     def weight(self) -> Tensor:
-        return concat(self.weights())
+        return frozen_weight(*self.linears) if self.frozen else concat(self.weights())
 
     def bias(self) -> Tensor | None:
         return concat(self._biases()) if self.biased else None

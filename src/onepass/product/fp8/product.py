@@ -34,7 +34,7 @@ from onepass.product.fp8.prologue import FP8Prologue
 from onepass.product.fp8.rows import FP8Rows
 from onepass.product.fp8.scales import FP8Factors
 from onepass.product.fp8.updates import Version
-from onepass.product.fp8.weight import FP8Operand, FP8Weight, PendingOperand, multiply, transposed_weight
+from onepass.product.fp8.weight import FP8Operand, FP8Weight, PendingOperand, add_multiplied, multiply, transposed_weight
 from onepass.product.product import Forward, OutputGradient, PlainProduct
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import registered
@@ -151,23 +151,28 @@ class FP8Call(NamedTuple):
     ) -> OutputGradient:  # fmt: skip
         self.state.check_unchanged(self.version)
         in_fp8 = asks_weight and self.state.recipe.has_wgrad
-        if self.layout is not None and self.layout.gathers_dy:
+        gathers = self.layout is not None and self.layout.gathers_dy
+        into = rows_of(came) if came is not None and ours and not gathers else None
+        if self.layout is not None and gathers:
             in_16_bits = asks_weight and not in_fp8
             drows, operand = self._gathered_output_gradient(dy, weight, self.layout, asks_rows, in_fp8, in_16_bits, later)
         elif isinstance(dy, FP8Gradient) and dy.state is self.state:
-            drows = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy) if asks_rows else None
+            drows = self._input_gradient(FP8Operand(rows_of(dy.codes), dy.inverse_scale), weight, dy, into) if asks_rows else None
             operand = FP8Operand(dy.transposed, dy.inverse_scale) if in_fp8 else dy
         elif asks_rows or in_fp8:
             codes, transposed = self.state.cast("gradient", rows_of(dy), codes=asks_rows, transposed=in_fp8)
-            drows = None if codes is None else self._input_gradient(codes, weight, dy)
+            drows = None if codes is None else self._input_gradient(codes, weight, dy, into)
             operand = transposed if in_fp8 else dy
         else:
             drows, operand = None, dy
-        return drows if came is None or drows is None else drows.add_(came.view(drows.shape)), operand
+        return drows if came is None or drows is None or into is not None else drows.add_(came.view(drows.shape)), operand
 
-    def _input_gradient(self, ours: FP8Operand, weight: Tensor | None, dy: Tensor) -> Tensor:
+    def _input_gradient(self, ours: FP8Operand, weight: Tensor | None, dy: Tensor, into: Tensor | None) -> Tensor:
+        """Return dy @ weight, added to what came for the rows, if that may be written."""
         assert weight is not None
-        return multiply(ours, transposed_weight(weight, self.factors), dy.dtype, fast=False).view(*dy.shape[:-1], -1)
+        across = transposed_weight(weight, self.factors)
+        drows = multiply(ours, across, dy.dtype, fast=False) if into is None else add_multiplied(into, ours, across, fast=False)
+        return drows.view(*dy.shape[:-1], -1)
 
     def _gathered_output_gradient(
         self, dy: Tensor, weight: Tensor | None, layout: TPLayout, asks_rows: bool, in_fp8: bool, in_16_bits: bool, later: bool
@@ -270,10 +275,12 @@ class FP8Product(NamedTuple):
             shape[0] *= layout.group.size()
         of_weight, factors = state.rows(weight)
         fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
-        y = multiply(whole, of_weight, dtype, fast=fast).view(*shape, -1)
-        if start is not None:
+        if start is None:
+            y = multiply(whole, of_weight, dtype, fast=fast).view(*shape, -1)
+        else:
             wide = prologue.rows(inputs, None)[0] if rows is None else rows
-            y.add_(start(start_gather(wide, layout).wait(), y.shape[-1], None).view(y.shape))
+            started = start(start_gather(wide, layout).wait(), weight.shape[0], None)
+            y = add_multiplied(started, whole, of_weight, fast=fast).view(*shape, -1)
         if layout is not None and layout.by_row:
             y = start_sum(y, layout).wait()
         call = FP8Call(state, state.version, ours.inverse, target.scale, factors, layout, self.deferred)

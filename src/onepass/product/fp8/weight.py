@@ -28,7 +28,7 @@ from torch import Tensor
 from onepass.distributed.collectives import Pending, start_all_gather
 from onepass.distributed.tensor_parallel import TPLayout
 from onepass.gradients.main_grad import is_capturing
-from onepass.kernels.cublaslt import scaled_product
+from onepass.kernels.cublaslt import add_scaled_product, scaled_product
 from onepass.kernels.fp8_cast import cast_columns, cast_rows, cast_tensor
 from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.product.fp8.scales import FP8Factors, FP8Scales
@@ -78,6 +78,11 @@ class PendingOperand:
 def multiply(a: FP8Operand, b: FP8Operand, dtype: torch.dtype, *, fast: bool, out: Tensor | None = None) -> Tensor:
     """Return a @ b.T."""
     return scaled_product(a.codes, a.inverse, b.codes, b.inverse, dtype, fast=fast, out=out)
+
+
+def add_multiplied(out: Tensor, a: FP8Operand, b: FP8Operand, *, fast: bool) -> Tensor:
+    """Add a @ b.T, rounded to the type of `out`, to it."""
+    return add_scaled_product(out, a.codes, a.inverse, b.codes, b.inverse, fast=fast)
 
 
 class FP8Weight:
