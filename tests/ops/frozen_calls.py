@@ -30,6 +30,15 @@ class Params4bit(nn.Parameter):
         return Params4bit(self.data.clone(), copy.deepcopy(self.quant_state, memo))
 
 
+class Int8Params(nn.Parameter):
+    """Stands in for bitsandbytes' parameter: codes, and the largest magnitudes of rows."""
+
+    def __new__(cls, data, scale):
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.CB, made.SCB, made.has_fp16_weights = data, scale, False
+        return made
+
+
 def numbers(*shape, seed=0, scale=1.0, dtype=FP32):
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * scale).to(DEVICE, dtype)
@@ -56,6 +65,12 @@ def four_bits(N, K, dtype=FP32, quant_type="nf4", nested=True, block=64, seed=0)
         state.state2 = SimpleNamespace(absmax=sizes.to(DEVICE), code=nested_table.to(DEVICE), blocksize=scale_of)
     state.absmax, state.code = state.absmax.to(DEVICE), table.to(DEVICE)
     return Params4bit((codes[::2] << 4 | codes[1::2]).unsqueeze(1).to(DEVICE), state)
+
+
+def int8(N, K, seed=0):
+    weight = numbers(N, K, seed=seed, scale=K**-0.5)
+    scale = weight.abs().amax(1)
+    return Int8Params((weight * (127 / scale[:, None])).round().to(torch.int8), scale)
 
 
 def decoded(weight, dtype=FP64):

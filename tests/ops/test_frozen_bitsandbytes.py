@@ -64,3 +64,21 @@ def test_a_layer_that_loads_codes():
     layers[0].weight.data.copy_(layers[1].weight.data)
     assert onepass.frozen_weight(layers[0]) is before
     assert torch.equal(before.decoded(BF16), dequantised(layers[1].weight))
+
+
+def test_int8():
+    """Before the layer's first forward and after it, which moves the scales."""
+    layer = bnb.nn.Linear8bitLt(128, 64, bias=False, has_fp16_weights=False)
+    layer.weight.data = numbers(64, 128, dtype=FP16, scale=0.1).cpu()
+    layer = layer.to(DEVICE)
+    expected = bnb.functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+    first = onepass.frozen_weight(layer, dtype=BF16)
+    assert torch.equal(first.decoded(FP32), expected) and torch.equal(first.decoded(BF16), expected.to(BF16))
+    x = numbers(5, 128, dtype=BF16).requires_grad_()
+    theirs = layer(x)
+    assert onepass.frozen_weight(layer, dtype=BF16) is first
+    assert relative(onepass.linear(x, first), theirs) < 2e-2  # they quantise x, too
+    with pytest.raises(ValueError, match="SCB must be its rows' largest magnitudes, but is None"):
+        onepass.frozen_weight(layer.weight, dtype=FP16)
+    with pytest.raises(ValueError, match="dtype must be given"):
+        onepass.frozen_weight(layer)

@@ -2,11 +2,12 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ops.calls import equal, gradients, relative
-from ops.frozen_calls import BF16, DEVICE, FP16, FP32, FP64, Params4bit, decoded, four_bits, numbers
+from ops.frozen_calls import BF16, DEVICE, FP16, FP32, FP64, Int8Params, Params4bit, decoded, four_bits, int8, numbers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -134,6 +135,24 @@ def test_layers_are_taken_by_their_weight():
     assert joined is onepass.frozen_weight(*(layer.weight for layer in layers))
     layers[0].quant_state, layers[0].weight.quant_state = layers[0].weight.quant_state, None
     assert torch.equal(onepass.frozen_weight(layers[0]).decoded(FP32), joined.part0.decoded(FP32))
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+def test_int8(dtype):
+    """Codes of a row times its largest magnitude over 127: alone, after others' first forward, and joined."""
+    weight, layer = int8(N, K), nn.Linear(1, 1, bias=False)
+    whole = (weight.data * weight.SCB[:, None] * 7.874015718698502e-3).to(dtype)
+    frozen = onepass.frozen_weight(weight, dtype=dtype)
+    assert torch.equal(frozen.decoded(dtype), whole)
+    x = numbers(3, K, dtype=dtype).requires_grad_()
+    assert equal(*(gradients(lambda x, w=w: onepass.linear(x, w, lora=adapter()), (x,)) for w in (frozen, whole)))
+    layer.weight, layer.state = weight, SimpleNamespace(SCB=weight.SCB)
+    layer.weight.SCB = None
+    assert onepass.frozen_weight(layer, dtype=dtype) is frozen
+    joined = onepass.frozen_weight(layer, four_bits(16, K, dtype), dtype=dtype)
+    assert torch.equal(joined.decoded(dtype)[:N], whole)
+    layer.state.SCB = 2 * layer.state.SCB
+    assert torch.equal(onepass.frozen_weight(layer, dtype=FP32).decoded(FP32), 2 * frozen.decoded(FP32))
 
 
 # ---- what is kept ----
@@ -287,7 +306,7 @@ def changed(**names):
 
 def test_weights_that_cant_be_taken():
     bad = (
-        (TypeError, "Params4bit.*but one is a Tensor of torch.float32", numbers(N, K)),
+        (TypeError, "Params4bit or Int8Params.*but one is a Tensor of torch.float32", numbers(N, K)),
         (TypeError, "but one is a int", 3),
         (TypeError, "but one is a Sequential", nn.Sequential()),
         (ValueError, "quant_type must be one of nf4, fp4, but is 'int4'", changed(quant_type="int4")),
@@ -303,6 +322,16 @@ def test_weights_that_cant_be_taken():
     for error, message, weight in bad:
         with pytest.raises(error, match=message):
             onepass.frozen_weight(weight)
+    with pytest.raises(ValueError, match="dtype must be given for weights in int8"):
+        onepass.frozen_weight(int8(N, K))
+    wrong = (
+        (TypeError, "must be quantised to int8, but is torch.float32", Int8Params(numbers(N, K), None)),
+        (ValueError, "SCB must be its rows' largest magnitudes, but is None", Int8Params(int8(N, K).data, None)),
+        (ValueError, "SCB must have 96 elements, as weight has rows, but has 160", Int8Params(int8(N, K).data, numbers(K))),
+    )
+    for error, message, weight in wrong:
+        with pytest.raises(error, match=message):
+            onepass.frozen_weight(weight, dtype=FP32)
     with pytest.raises(ValueError, match="weights must be one or more"):
         onepass.frozen_weight()
     with pytest.raises(ValueError, match="weight 1 has 64, the first 160"):

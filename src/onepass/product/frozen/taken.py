@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from onepass.product.frozen.four_bits import bitsandbytes_four_bits, torchao_four_bits
+from onepass.product.frozen.int8 import bitsandbytes_int8, torchao_int8
 from onepass.product.frozen.joined import join
 from onepass.product.frozen.weight import FrozenWeight
 
-_KINDS = "bitsandbytes' Params4bit, torchao's NF4Tensor, or an onepass.FrozenWeight"
+_KINDS = "bitsandbytes' Params4bit or Int8Params, torchao's NF4Tensor or Int8Tensor, an onepass.FrozenWeight"
 
 
 class _Made(dict[Any, Any]):
@@ -35,8 +36,10 @@ def frozen_weight(*weights: Tensor | nn.Module, dtype: torch.dtype | None = None
 
     Args:
         weights: layers or their weights, whose rows follow each other. bitsandbytes' ``Linear4bit`` (NF4 or FP4, with or without
-            double quantisation) or its ``Params4bit``, torchao's ``NF4Tensor``, or what this returned.
-        dtype: the type of the rows that it is multiplied by. None is the type that the weight was quantised from.
+            double quantisation) and ``Linear8bitLt``, torchao's ``NF4Tensor`` and ``Int8Tensor`` (weights alone), or what this
+            returned. Of a ``Linear8bitLt`` the layer, which has the scales.
+        dtype: the type of the rows that it is multiplied by. None is the type that the weight was quantised from, which
+            ``Linear8bitLt`` doesn't know.
     """
     if not weights:
         raise ValueError("weights must be one or more, but are none")
@@ -57,22 +60,28 @@ def frozen_weight(*weights: Tensor | nn.Module, dtype: torch.dtype | None = None
     return frozen
 
 
-def _source_of(weight: Any) -> tuple[Any, ...]:
+def _source_of(given: Any) -> tuple[Any, ...]:
     """Return a weight, a key that is another when its memory is, what makes a frozen weight, and of what.
 
     What is made holds the memory, so that no key is another's.
     """
-    module = None
-    if isinstance(weight, nn.Module):
-        module, weight = weight, weight._parameters.get("weight")
+    module: Any = given if isinstance(given, nn.Module) else None
+    weight: Any = given if module is None else module._parameters.get("weight")
     if hasattr(weight, "bnb_quantized"):
-        state: Any = weight.quant_state or getattr(module, "quant_state", None)
+        state = weight.quant_state or getattr(module, "quant_state", None)
         return weight, (weight.data_ptr(), state and id(state.absmax)), bitsandbytes_four_bits, weight, state
     kind = type(weight).__name__
     if isinstance(weight, FrozenWeight):
         return weight, id(weight), frozen_weight, weight
+    if hasattr(weight, "has_fp16_weights"):
+        scale = weight.SCB
+        if scale is None and module is not None:
+            scale = module.state.SCB  # where its first forward has put it
+        return weight, (weight.data_ptr(), id(scale)), bitsandbytes_int8, weight, scale
+    if kind == "Int8Tensor":
+        return weight, (id(weight.qdata), id(weight.scale)), torchao_int8, weight
     if kind == "NF4Tensor":
         return weight, (id(weight.quantized_data), id(weight.quantized_scalers)), torchao_four_bits, weight
-    what = f"{kind} of {weight.dtype}" if isinstance(weight, Tensor) else type(weight if module is None else module).__name__
+    what = f"{kind} of {weight.dtype}" if isinstance(weight, Tensor) else type(given).__name__
     raise TypeError(f"weights must be {_KINDS}, or layers of these, but one is a {what}")
 
