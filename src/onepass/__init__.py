@@ -30,6 +30,7 @@ from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
 from onepass.product.fp8 import layer as _layer  # noqa: F401  # enters products in eight bits
+from onepass.product.frozen.fp8 import freeze_weight
 from onepass.product.frozen.taken import frozen_weight
 from onepass.product.frozen.weight import FrozenWeight
 from onepass.product.lora import LoRA
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 _moved.install()
 _attention_backends.register()  # these import none of the packages that they are for
 _norm_backends.register()
-_add_safe_globals([*_FROZEN])  # torch.load takes a module's weights in few bits
+_add_safe_globals([*_FROZEN, FP8Recipe])  # torch.load takes a module's weights in few bits
 
 __version__ = _version("onepass")
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "dropout_add",
     "embedding",
     "explain",
+    "freeze_weight",
     "frozen_weight",
     "fuse",
     "gated_norm_linear",

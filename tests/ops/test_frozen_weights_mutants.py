@@ -5,7 +5,7 @@ import torch
 from ops.frozen_calls import BF16, FP32, decoded, four_bits, numbers
 
 from onepass.product.frozen import four_bits as four
-from onepass.product.frozen import joined, taken, weight
+from onepass.product.frozen import fp8, joined, taken, weight
 from onepass.testing.mutants import copy_package, mutate
 
 N, K = 48, 70
@@ -63,3 +63,46 @@ def test_a_mutant_is_found(name):
 
 def test_a_copy_without_a_change_passes():
     assert is_right(copy_package(taken))
+
+
+FP8_MUTANTS = {
+    "codes of rows for dx": (fp8, "FP8FrozenWeight.transposed_codes", "transpose_codes(self.codes)", "self.codes"),
+    "scales of rows for dx": (fp8, "FP8FrozenWeight.transposed_codes", '"transposed_inverse"', '"inverse"'),
+    "the default recipe": (fp8, "_forward_now", "product.recipe, weight", "FP8Recipe(), weight"),
+    "rows for their transpose": (fp8, "_made", '"transposed": transposed,', '"transposed": codes,'),
+    "parts in another order": (fp8, "freeze_weight", "torch.cat(parts)", "torch.cat(parts[::-1])"),
+    "always both layouts": (fp8, "_made", "transposed=layouts == 2", "transposed=True"),
+    "the decoded weight's product": (fp8, "frozen_fp8_product", "if x.numel() else", "if not x.numel() else"),
+}  # fmt: skip
+
+
+def keeps_bits(module):
+    """Whether y and dx of kept codes have the bits of codes that are made in each call: by a square weight, of two parts."""
+    dy, x = numbers(5, 64, seed=1, dtype=BF16), numbers(5, 64, dtype=BF16)
+    parts = [numbers(rows, 64, seed=rows, scale=rows**0.5 / 8, dtype=BF16) for rows in (16, 48)]
+    right = []
+    for scaling, layouts in (("current", 2), ("current", 1), ("row", 2)):
+        recipe = module.FP8Recipe(scaling=scaling, format="e4m3")
+        frozen, plain = module.freeze_weight(parts, recipe, layouts=layouts), torch.cat(parts)
+        of_plain = module.PRODUCTS[module.FP8Recipe](recipe, plain, None, None)
+        products = module.frozen_fp8_product(None, x, frozen, None, None), of_plain
+        found = []
+        for product, one in zip(products, (frozen, plain), strict=True):
+            y, _, _, call = product.forward(product.rows_in(BF16, BF16), (x,), one, None, None)
+            found.append((y, call.output_gradient(dy, one, None, True, False, later=False)[0]))
+        right += [torch.equal(*each) for each in zip(*found, strict=True)]
+        right.append(("transposed" in frozen.tensors) == (layouts == 2))
+    return all(right)
+
+
+@pytest.mark.parametrize("name", FP8_MUTANTS)
+def test_a_mutant_of_kept_codes_is_found(name):
+    try:
+        right = keeps_bits(mutate(*FP8_MUTANTS[name], entry=fp8))
+    except (AssertionError, RuntimeError):
+        return
+    assert not right
+
+
+def test_kept_codes_without_a_change_pass():
+    assert keeps_bits(copy_package(fp8))

@@ -56,7 +56,7 @@ def describe_formula(call: Call) -> str:
 
 def _describe(precision: Precision, x: Tensor, weight: Any) -> str | None:
     if type(weight) in FROZEN:
-        return f"{weight.describe()}, decoded for each product by PyTorch"
+        return weight.describe_products()  # type: ignore[no-any-return]
     recipe = recipe_of(precision)
     if recipe is None:
         return None

@@ -42,6 +42,7 @@ from onepass.product.fp8.updates import (
     version_of,
     whole_of,
 )
+from onepass.product.frozen.fp8 import FP8FrozenWeight
 from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -122,6 +123,8 @@ class FP8Weight:
 
     def rows(self, weight: Tensor) -> tuple[FP8Operand, FP8Factors | None]:
         """Return the weight's codes by rows, and their scale where they share one. The call's backward takes it too."""
+        if isinstance(weight, FP8FrozenWeight):
+            return FP8Operand(*weight.row_codes()), weight.factors
         weight = weight.detach()
         if self.recipe.scaling == "row":
             return FP8Operand(*cast_rows(weight, E4M3)), None
@@ -220,6 +223,8 @@ def _outside_inference_mode() -> AbstractContextManager[object]:
 
 def transposed_weight(weight: Tensor, factors: FP8Factors | None) -> FP8Operand:
     """Return the transpose of a weight's codes at the scale that forward had, for dx. None is a scale a column."""
+    if isinstance(weight, FP8FrozenWeight):
+        return FP8Operand(*weight.transposed_codes())
     weight = weight.detach()
     if factors is None:
         return FP8Operand(*cast_columns(weight))

@@ -31,6 +31,8 @@ def join(weights: Sequence[Any]) -> FrozenWeight:
             raise ValueError(
                 f"weights must have one number of columns, but weight {index} has {weight.shape[1]}, the first {first.shape[1]}"
             )
+        if not weight.is_decoded:
+            raise TypeError(f"weights must be decoded to be joined, but weight {index} has its scale: freeze them together")
         if weight.dtype != first.dtype:
             raise TypeError(f"weights must have one type, but weight {index} is {weight.dtype}, the first {first.dtype}")
     if len(weights) == 1:

@@ -38,6 +38,7 @@ class FrozenWeight(Tensor):
 
     tensors: Mapping[str, Tensor]
     options: tuple[Any, ...]
+    is_decoded = True  # for its products
 
     @staticmethod
     def __new__(cls, shape: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor | None], options: tuple[Any, ...] = ()) -> Any:
@@ -57,6 +58,9 @@ class FrozenWeight(Tensor):
     def describe(self) -> str:
         """Return its kind, for `explain`."""
         raise NotImplementedError
+
+    def describe_products(self) -> str:
+        return f"{self.describe()}, decoded for each product by PyTorch"
 
     def decode_into(self, out: Tensor) -> None:
         """Write the weight to a contiguous tensor."""
