@@ -4,8 +4,8 @@
     python benchmarks/frozen_weights.py --json out.json
 
 Shapes are those of q, k and v; o; gate and up; down. A step is forward, and backward to dx and an adapter of rank 16 in fp32.
-Times are the GPU's own, each of a call that finds the L2 overwritten (onepass.runtime.ceilings). bitsandbytes is timed where it is
-installed.
+Times are the GPU's own, each of a call that finds the L2 overwritten (onepass.runtime.ceilings). bitsandbytes is timed
+where it is installed.
 """
 
 import argparse
