@@ -237,7 +237,7 @@ def test_bars() -> None:
 def test_the_cases_are_those_asked_for() -> None:
     real = {case.name: case for case in cases(quick=False)}
     names = ["llama_1b 4x4096", "llama_1b 4x4096 ignored", "llama_1b 16x1024 chats", "llama_1b 1x1024"]
-    with_lora = ["lora_8b 2x2048", "lora_8b 2x2048 bf16", "lora_8b 4x4096 checkpointed"]
+    with_lora = ["lora_8b 2x2048", "lora_8b 2x2048 bf16", "lora_8b 2x2048 nf4", "lora_8b 4x4096 checkpointed"]
     assert list(real) == [*names, "qwen3_0.6b 4x4096", "gemma2_2b 1x4096", *with_lora]
     assert [case.name for case in real.values() if case.lora_rank] == with_lora
     assert AcceptanceBar(OURS_PACKED, "ms", 0.6, OURS) in real["llama_1b 16x1024 chats"].bars

@@ -52,6 +52,7 @@ class ModelCase:
     lora_rank: int = 0  # of PEFT's adapters of all linear layers but the head, beside frozen weights; 0: all weights train
     adapters: str = "fp32"  # their type, PEFT's default
     checkpointed: bool = False  # layers are recomputed in backward
+    four_bits: bool = False  # the layers' frozen weights are bitsandbytes' NF4, as QLoRA has them
 
     @property
     def lengths(self) -> list[int]:
@@ -72,13 +73,15 @@ class ModelCase:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        return tuple(name for name in CONTENDERS if name != OURS_PACKED or self.chats is not None)
+        left_out = {OURS_PACKED} if self.chats is None else set()
+        left_out |= {COMPILED, OURS_COMPILED, OURS_FP8} if self.four_bits else set()  # compiled, such layers are their own code
+        return tuple(name for name in CONTENDERS if name not in left_out)
 
     @property
     def title(self) -> str:
         chats = "" if self.chats is None else ", chats of {} to {} tokens".format(*self.chats)
         lora = f", LoRA of rank {self.lora_rank} in {self.adapters} on all linear layers" if self.lora_rank else ""
-        more = ", layers recomputed" if self.checkpointed else ""
+        more = (", frozen weights in NF4" if self.four_bits else "") + (", layers recomputed" if self.checkpointed else "")
         return f"{self.family} {self.sequences} x {self.length} bf16, {self.attention} attention{chats}{lora}{more}"
 
     @property
@@ -143,6 +146,10 @@ _REAL = [
         ),
     ),
     ModelCase("lora_8b 2x2048 bf16", "llama", 2, 2048, _LLAMA_8B, lora_rank=16, loss_apart=1.5e-2, adapters="bf16"),
+    ModelCase(
+        "lora_8b 2x2048 nf4", "llama", 2, 2048, _LLAMA_8B, lora_rank=16, loss_apart=1.5e-2, four_bits=True,
+        asked=(AcceptanceBar(OURS, "peak_gib", 17.0),),
+    ),
     ModelCase(
         "lora_8b 4x4096 checkpointed", "llama", 4, 4096, _LLAMA_8B, lora_rank=16, loss_apart=1.5e-2, checkpointed=True,
         asked=(AcceptanceBar(OURS, "ms", 0.75, LIGER),),

@@ -101,11 +101,25 @@ def new_model(case: ModelCase, device: torch.device) -> Any:
     with torch.device(device):
         make = imported("transformers", "AutoModelForCausalLM").from_config
         model = make(config, dtype=torch.bfloat16, attn_implementation=case.attention).train()
+        if case.four_bits:
+            _in_four_bits(model, device)
         if case.lora_rank:
             model = _with_lora(model, case)
     if case.checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def _in_four_bits(model: Any, device: torch.device) -> None:
+    """Put bitsandbytes' layers, of NF4 with double quantisation, in place of the model's, but for its head."""
+    Linear4bit, Params4bit = imported("bitsandbytes.nn", "Linear4bit"), imported("bitsandbytes.nn", "Params4bit")
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and layer is not head:
+            made = Linear4bit(layer.in_features, layer.out_features, bias=layer.bias is not None, quant_type="nf4", device="meta")
+            made.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4").to(device)
+            made.bias, made.compute_dtype = layer.bias, torch.bfloat16
+            model.set_submodule(name, made)
 
 
 def _with_lora(model: Any, case: ModelCase) -> Any:
@@ -210,6 +224,9 @@ class _Trainer:
 def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     """Return eager's fp32 gradients from the same bf16 weights. To fit, take one sequence at a time and recompute layers."""
     model = new_model(case, batch.device).float()
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float32
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # the second is the older name
     labels = ModelInputs(case, batch.device, packed=False).of(batch)["labels"]
     kept = (labels[:, 1:] != -100).sum(1)
