@@ -16,6 +16,7 @@ from integrations.trl_runs import TRAINERS, new_model, new_trainer, train
 import onepass
 from onepass.integrations import huggingface
 from onepass.integrations import trl as onepass_trl
+from onepass.integrations.huggingface import linears
 from onepass.integrations.seams import SeamError
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL's, transformers' and accelerate's own
@@ -118,6 +119,24 @@ def test_with_huggingface_apply(name, bf16, lora, when, tmp_path):
     applied.undo()
     assert not [name for name, module in trainer.model.named_modules() if "_onepass" in vars(module)]
     assert len(train(trainer)) >= 3  # TRL's wrapper is still there
+
+
+@pytest.mark.parametrize(("name", "options"), [("SFT", {}), ("DPO", {}), ("GRPO", {"beta": 0.1})])
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_adapters_of_all_layers(name, options, when, tmp_path, monkeypatch):
+    """A reference's log-probabilities are those of the model with its adapters disabled."""
+    peft = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    before, adapters = run(name, tmp_path, peft=peft, **options), []
+    stock = linears.norm_linear
+    monkeypatch.setattr(linears, "norm_linear", lambda *args, lora, **kw: adapters.append(lora) or stock(*args, lora=lora, **kw))
+    model = new_model()
+    applied = huggingface.apply(model) if when == "before" else None
+    trainer = new_trainer(name, model, tmp_path, peft=peft, **options)
+    applied = applied or huggingface.apply(trainer.model)
+    with installed():
+        assert_alike(train(trainer), before)
+    assert {len(lora or ()) for lora in adapters} == ({2, 3} if name == "SFT" else {0, 2, 3})
+    assert not [row for row in applied.left if row.part != "loss"]
 
 
 @every_trainer
