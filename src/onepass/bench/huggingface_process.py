@@ -168,9 +168,11 @@ class ModelInputs:
 
 
 def _onepass(model: Any, precision: str | None = None) -> Any:
+    """Apply onepass. Frozen weights of products in eight bits are codes, in both layouts."""
     from onepass.integrations.huggingface import apply
 
-    apply(model, precision=precision)
+    frozen = precision is not None and not all(parameter.requires_grad for parameter in model.parameters())
+    apply(model, precision=precision, frozen_layouts=2 if frozen else None)
     return model
 
 

@@ -152,6 +152,7 @@ def apply(
     main_grad: bool = False,
     release_main_grad: bool = False,
     precision: Precision = None,
+    frozen_layouts: int | None = None,
 ) -> Applied:
     """Replace parts of this model instance by onepass ops. Parts that are not recognised stay unchanged.
 
@@ -176,6 +177,9 @@ def apply(
         precision: ``fp8`` or an `onepass.FP8Recipe` runs products of the linear layers in blocks in eight bits, in training. The
             head, adapters, quantised layers and those whose sizes are no multiples of 16 keep their type. Experts' products run
             in eight bits where `mlp` has made them grouped GEMMs and PyTorch has such in eight bits.
+        frozen_layouts: with `precision`, frozen weights of these layers become codes, made once, and their own memory is freed. 2
+            keeps the codes by rows and transposed, 2 bytes a number. 1 keeps rows, 1 byte, which backward transposes. Merging
+            adapters is refused then, and `undo` leaves the codes.
 
     Raises:
         ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision, or
@@ -193,10 +197,13 @@ def apply(
         raise ValueError(f"one of {', '.join(PARTS)} must be True without precision, but all are False")
     _check_whole(model)
     recipe = recipe_of(precision)
+    if frozen_layouts is not None and (recipe is None or frozen_layouts not in (1, 2)):
+        needs = "be 1 or 2" if recipe is not None else "be None without precision"
+        raise ValueError(f"frozen_layouts must {needs}, but is {frozen_layouts!r}")
     patches = Patches()
     try:
         with fresh_defaults():
-            rows = _replaced(model, patches, norm, mlp, rope, loss, qkv, recipe)
+            rows = _replaced(model, patches, norm, mlp, rope, loss, qkv, recipe, frozen_layouts)
         main_grads = add_in_place(model, patches, release_main_grad) if main_grad and len(patches) else None
     except BaseException:
         patches.undo()
@@ -233,7 +240,8 @@ def _refuse_replicas() -> None:
 
 
 def _replaced(
-    model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool, recipe: FP8Recipe | None
+    model: nn.Module, patches: Patches, norm: bool, mlp: bool, rope: bool, loss: bool, qkv: bool, recipe: FP8Recipe | None,
+    layouts: int | None,
 ) -> list[AppliedRow]:  # fmt: skip
     rows = []
     norms, told = replace_norms(model, patches) if norm else ({}, [])
@@ -251,5 +259,5 @@ def _replaced(
     if recipe is not None:
         linears = [each for match in mlps.values() for each in (match.up, match.down)]
         linears += [match.projections for match in attentions.values() if match.projections is not None]
-        rows += set_precision(model, patches, recipe, linears)
+        rows += set_precision(model, patches, recipe, linears, layouts)
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from onepass.integrations.huggingface.snapshot import hooked
 from onepass.ops.linear.linear import linear
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
 from onepass.ops.norm.norm_linear import norm_linear
+from onepass.product.frozen.fp8 import freeze_weight
 from onepass.product.frozen.taken import frozen_weight
+from onepass.product.frozen.weight import FrozenWeight
 from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -62,6 +64,7 @@ class LinearsMatch:
         self.sizes = [sizes_of(module)[1] for module in self.linears]
         self.biased = bias_of(self.linears[0]) is not None
         self.frozen = is_frozen(self.linears[0])
+        self.whole: tuple[FrozenWeight, list[Tensor]] | None = None  # codes that `freeze` has made, and the layers' parts of them
         self.kind = self._kind()  # device and dtype when they were packed
 
     def replace(self, patches: Patches) -> None:
@@ -88,6 +91,15 @@ class LinearsMatch:
             return None
         return cls(owner, names)
 
+    def freeze(self, recipe: FP8Recipe, layouts: int) -> None:
+        """Put codes of eight bits in the place of the layers' frozen weights, whose memory is freed."""
+        whole: Any = freeze_weight(self.weights(), recipe, layouts=layouts)
+        parts: list[Tensor] = []
+        for module, part in zip(self.linears, whole.parts(self.sizes), strict=True):
+            module.weight = nn.Parameter(part, requires_grad=False)
+            parts.append(module.weight)
+        self.frozen, self.whole = True, (whole, parts)
+
     def unpack(self) -> None:
         """Give parameters their own storages. Code that saves a model drops all but one of the tensors that share a storage."""
         unpack(self.weights())
@@ -113,7 +125,7 @@ class LinearsMatch:
                 return False
             if not is_linear(module) or hooked(module) or (bias_of(module) is not None) is not biased:
                 return False
-        return not self.frozen or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
+        return not self.frozen or ((self.whole is not None or torch.is_grad_enabled()) and not torch.compiler.is_compiling())
 
     def change(self) -> str | None:
         """Return why they are not intact, or None."""
@@ -152,9 +164,11 @@ class LinearsMatch:
     def _lies_apart(self) -> bool:
         """Whether concatenating the weights would copy them, and save the copy for backward.
 
-        This holds under FSDP, which gathers each layer's weight for a moment only.
+        This holds under FSDP, which gathers each layer's weight for a moment only. Codes that lie apart have scales of their own.
         """
-        if len(self.linears) == 1 or self.frozen or torch.compiler.is_compiling():
+        if self.frozen:
+            return self.whole is not None and not self._is_whole()
+        if len(self.linears) == 1 or torch.compiler.is_compiling():
             return False
         if self.kind != self._kind():  # the model was moved since, as Trainer does
             self.pack()
@@ -173,7 +187,20 @@ class LinearsMatch:
         return precision_of(self.linears[0])
 
     def weight(self) -> Tensor:
-        return frozen_weight(*self.linears) if self.frozen else concat(self.weights())
+        if not self.frozen:
+            return concat(self.weights())
+        return frozen_weight(*self.linears) if self.whole is None else self.whole[0]
+
+    def _is_whole(self) -> bool:
+        """Whether the layers' weights are still the parts of the codes that `freeze` has made, in the same memory."""
+        whole, parts = cast(Any, self.whole)
+        place = whole.codes.data_ptr()
+        for module, part in zip(self.linears, parts, strict=True):
+            now: Any = module._parameters["weight"]
+            if now is not part or now.codes.data_ptr() != place or now.dtype is not whole.dtype:
+                return False
+            place += now.numel()  # a byte each
+        return True
 
     def bias(self) -> Tensor | None:
         return concat(self._biases()) if self.biased else None

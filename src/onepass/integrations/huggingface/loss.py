@@ -43,7 +43,7 @@ _LEAVE = "leave this model's loss as it is (loss=False)"
 _TRLS = "TRL's trainers run TRL's fused head, which onepass.integrations.trl.install() replaces"
 _OURS_IN_TRL = "TRL's trainers run its fused head, by linear_cross_entropy too"
 _ABOUT_CACHES = {"use_cache", "past_key_values", "cache"}
-_CHUNK = 4096  # tokens
+_CHUNK, _FROZEN_CHUNK = 4096, 1024  # tokens
 
 
 @dataclass(eq=False)
@@ -299,19 +299,19 @@ def _loss(head: Any, lora: LoRA | None, hidden: Tensor, call: _HeadCallState, co
 def _room(hidden: Tensor, weight: Tensor) -> int | None:
     """Return chunk_bytes for chunks of 4096 tokens and the sums over them, if the op's default is more.
 
-    A step's memory peaks here. These chunks take 1 % longer.
+    A step's memory peaks here. These chunks take 1 % longer. Of a frozen weight nothing is summed over chunks, which are shorter.
     """
-    tokens = hidden.shape[:-1].numel()
-    if torch.compiler.is_compiling() or hidden.device.type != "cuda" or tokens <= _CHUNK:
+    tokens, trained = hidden.shape[:-1].numel(), weight.requires_grad
+    if torch.compiler.is_compiling() or hidden.device.type != "cuda" or tokens <= (_CHUNK if trained else _FROZEN_CHUNK):
         return None
     size = hidden.element_size()
-    return _room_of(tokens, weight.shape[0], weight.shape[1], size, machine_speed(hidden.device, size).budget)
+    return _room_of(tokens, weight.shape[0], weight.shape[1], size, machine_speed(hidden.device, size).budget, trained)
 
 
-def _room_of(tokens: int, V: int, D: int, size: int, budget: int) -> int | None:
+def _room_of(tokens: int, V: int, D: int, size: int, budget: int, trained: bool = True) -> int | None:
     """`budget`: the op's default chunk_bytes."""
-    gradients = D * (V + tokens)
-    room = max(4 * gradients, _CHUNK * V * size + (4 - size) * gradients)  # fp32 sums; or a chunk's logits and such sums
+    gradients, chunk = (D * (V + tokens), _CHUNK) if trained else (D * tokens, _FROZEN_CHUNK)
+    room = max(4 * gradients, chunk * V * size + (4 - size) * gradients)  # fp32 sums; or a chunk's logits and such sums
     return room if room < budget else None
 
 

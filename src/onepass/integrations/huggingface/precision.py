@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.experts import ExpertsMatch
-from onepass.integrations.huggingface.linear_layers import by_linear, is_conv1d, sizes_of
+from onepass.integrations.huggingface.linear_layers import by_linear, is_conv1d, is_linear, sizes_of
 from onepass.integrations.huggingface.linears import LinearsMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward
 from onepass.kernels.grouped_product import unfit_for_scaled_groups
 from onepass.nn.fp8_state import drop_fp8_state
+from onepass.product.frozen.fp8 import FP8FrozenWeight, freeze_weight
 from onepass.runtime.fp8 import MULTIPLE, check_gpu, fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe
 
@@ -42,10 +43,16 @@ class PrecisionMatch:
         return _unfit(self.module, self.shape)
 
 
-def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches: Sequence[LinearsMatch]) -> list[AppliedRow]:
-    """Let the products of linear layers in blocks run in eight bits until the patches are undone. `matches`: those run by ops.
+def set_precision(
+    model: nn.Module, patches: Patches, recipe: FP8Recipe, matches: Sequence[LinearsMatch], layouts: int | None = None
+) -> list[AppliedRow]:  # fmt: skip
+    """Let the products of linear layers in blocks run in eight bits until the patches are undone.
 
     Raise where that can't be: of a model in fp64, on a GPU without eight bits, or where no layer fits.
+
+    Args:
+        matches: the layers that run by ops.
+        layouts: of codes that take the place of frozen weights, or None where weights stay.
     """
     heads = set(_heads(model))
     inside = {*_in_blocks(model), *(module for match in matches for module in match.owner.modules())}
@@ -56,7 +63,7 @@ def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches
         why: str | None
         if module in heads:
             why = "the head keeps its type"
-        elif module not in inside:
+        elif module not in inside or module in adapters:  # adapters keep their type
             continue
         elif _is_experts(module):
             match = vars(module).get("_onepass")
@@ -66,8 +73,6 @@ def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches
                 continue
         elif not _is_like_linear(module):
             continue
-        elif module in adapters:
-            why = "adapters keep their type"
         elif "router" in name:
             why = "a router keeps its type"
         else:
@@ -76,13 +81,30 @@ def set_precision(model: nn.Module, patches: Patches, recipe: FP8Recipe, matches
             if why is None:
                 _check(name, module.weight)
                 _set(module, patches, recipe)
-                rows.append(row(by=f"fp8, {recipe.scaling} scales", match=PrecisionMatch(module, shape)))
+                codes = ", weight as codes" if layouts and not module.weight.requires_grad else ""
+                rows.append(row(by=f"fp8, {recipe.scaling} scales{codes}", match=PrecisionMatch(module, shape)))
                 continue
         rows.append(row(why=why))
     if not any(row.by for row in rows):
         reasons = "".join(f"\n  {row.name}: {row.why}" for row in rows) or ": it has none in blocks"
         raise ValueError(f"precision must be None, as no linear layer of this {type(model).__name__} fits{reasons}")
+    if layouts is not None:
+        _freeze(model, recipe, matches, layouts)
     return rows
+
+
+def _freeze(model: nn.Module, recipe: FP8Recipe, matches: Sequence[LinearsMatch], layouts: int) -> None:
+    """Put codes in the place of the frozen weights of all layers whose products run in eight bits."""
+    layers = [module for module in model.modules() if "precision" in vars(module) and is_linear(module)]
+    frozen = {module for module in layers if not module.weight.requires_grad}
+    if not frozen:
+        raise ValueError("frozen_layouts must be None, as no weight of a product in eight bits is frozen: freeze them before")
+    for match in matches:
+        if frozen.issuperset(match.linears):
+            match.freeze(recipe, layouts)
+            frozen.difference_update(match.linears)
+    for module in frozen:
+        freeze_weight(module, recipe, layouts=layouts)
 
 
 def _set(module: nn.Module, patches: Patches, recipe: FP8Recipe) -> None:
@@ -154,6 +176,8 @@ def _unfit(module: nn.Module, shape: tuple[int, ...]) -> str | None:
     if type(module) is not nn.Linear:
         return f"it is no plain torch.nn.Linear, but {type(module).__module__}.{type(module).__name__}"
     weight: Any = module._parameters.get("weight")
+    if isinstance(weight, FP8FrozenWeight):
+        return None
     if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point() or weight.itemsize == 1:
         return f"its weight is {'missing' if weight is None else f'a {type(weight).__name__} of {weight.dtype}'}"
     if not fits_fp8(shape):

@@ -60,8 +60,22 @@ class FP8FrozenWeight(FrozenWeight):
     def transposed_codes(self) -> tuple[Tensor, Tensor]:
         """Return the codes of the transpose, and the inverse of their scale or scales."""
         factors, codes = self.factors, self.tensors.get("transposed")
-        codes = transpose_codes(self.codes) if codes is None else codes
+        codes = transpose_codes(self.codes) if codes is None else codes.contiguous()  # a part's are not
         return codes, self.tensors["transposed_inverse"] if factors is None else factors.inverse
+
+    def parts(self, row_counts: Sequence[int]) -> list[FP8FrozenWeight]:
+        """Return the weights that this one is of, in the same memory."""
+        found, first = [], 0
+        for count in row_counts:
+            tensors = dict(self.tensors)
+            for name in ("codes", "inverse"):
+                if name in tensors:
+                    tensors[name] = tensors[name][first : first + count]
+            if "transposed" in tensors:
+                tensors["transposed"] = tensors["transposed"][:, first : first + count]
+            found.append(FP8FrozenWeight((count, self.shape[1]), self.dtype, tensors, self.options))
+            first += count
+        return found
 
     def describe(self) -> str:
         layouts = "both layouts" if "transposed" in self.tensors else "rows"
