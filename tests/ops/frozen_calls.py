@@ -44,7 +44,7 @@ def numbers(*shape, seed=0, scale=1.0, dtype=FP32):
     return (torch.randn(*shape, generator=generator) * scale).to(DEVICE, dtype)
 
 
-def four_bits(N, K, dtype=FP32, quant_type="nf4", nested=True, block=64, seed=0):
+def four_bits(N, K, dtype=FP32, quant_type="nf4", nested=True, block=64, seed=0, device=DEVICE):
     """Quantise drawn numbers as bitsandbytes does, with scales of its own."""
     weight, table = numbers(N, K, seed=seed, scale=K**-0.5).cpu(), torch.tensor(TABLES[quant_type])
     blocks = math.ceil(N * K / block)
@@ -61,10 +61,10 @@ def four_bits(N, K, dtype=FP32, quant_type="nf4", nested=True, block=64, seed=0)
         sizes = torch.stack([part.abs().max() for part in rest.split(scale_of)])
         nested_table = torch.linspace(-1, 1, 256)
         nearest = (rest / sizes.repeat_interleave(scale_of)[:blocks]).unsqueeze(1) - nested_table
-        state.absmax, state.offset = nearest.abs().argmin(1).to(torch.uint8), offset.to(DEVICE)
-        state.state2 = SimpleNamespace(absmax=sizes.to(DEVICE), code=nested_table.to(DEVICE), blocksize=scale_of)
-    state.absmax, state.code = state.absmax.to(DEVICE), table.to(DEVICE)
-    return Params4bit((codes[::2] << 4 | codes[1::2]).unsqueeze(1).to(DEVICE), state)
+        state.absmax, state.offset = nearest.abs().argmin(1).to(torch.uint8), offset.to(device)
+        state.state2 = SimpleNamespace(absmax=sizes.to(device), code=nested_table.to(device), blocksize=scale_of)
+    state.absmax, state.code = state.absmax.to(device), table.to(device)
+    return Params4bit((codes[::2] << 4 | codes[1::2]).unsqueeze(1).to(device), state)
 
 
 def int8(N, K, seed=0):
@@ -79,9 +79,9 @@ def decoded(weight, dtype=FP64):
     N, K = state.shape
     codes = weight.data.flatten().int()
     codes = torch.stack((codes // 16, codes % 16), 1).flatten()[: N * K]
-    places = torch.arange(N * K, device=DEVICE) // state.blocksize
+    places = torch.arange(N * K, device=codes.device) // state.blocksize
     scale = state.absmax
     if state.state2 is not None:
-        groups = torch.arange(len(scale), device=DEVICE) // state.state2.blocksize
+        groups = torch.arange(len(scale), device=codes.device) // state.state2.blocksize
         scale = state.state2.code[scale.int()] * state.state2.absmax[groups] + state.offset
     return (state.code[codes] * scale[places]).view(N, K).to(state.dtype).to(dtype)
