@@ -24,6 +24,7 @@ from onepass.integrations.huggingface.linear_layers import (
 )
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
+from onepass.integrations.huggingface.probe import thread
 from onepass.integrations.huggingface.snapshot import hooked
 from onepass.ops.linear.linear import linear
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
@@ -66,6 +67,7 @@ class LinearsMatch:
         self.frozen = is_frozen(self.linears[0])
         self.whole: tuple[FrozenWeight, list[Tensor]] | None = None  # codes that `freeze` has made, and the layers' parts of them
         self.kind = self._kind()  # device and dtype when they were packed
+        self._found: dict[int, list[LoRA]] = {}  # adapters that `intact` has seen, by thread
 
     def replace(self, patches: Patches) -> None:
         """Pack the layers' parameters until the patches are undone."""
@@ -118,13 +120,21 @@ class LinearsMatch:
     def intact(self) -> bool:
         """Whether these are still the owner's children, without hooks, with or without biases as before, and around them nothing
         but plain LoRA."""
-        children, biased = self.owner._modules, self.biased
-        for name, module in zip(self.names, self.linears, strict=True):
+        children, biased, first = self.owner._modules, self.biased, 0
+        adapters: list[LoRA] = []
+        wrapped = False
+        for name, module, size in zip(self.names, self.linears, self.sizes, strict=True):
             child = children.get(name)
-            if child is not module and not self._is_plain_lora(child, module):
-                return False
+            if child is not module:
+                wrapped, lora = True, self._plain_lora(child, module)
+                if lora is None:
+                    return False
+                adapters += lora if len(self.names) == 1 else [one._replace(rows=(first, first + size)) for one in lora]
             if not is_linear(module) or hooked(module) or (bias_of(module) is not None) is not biased:
                 return False
+            first += size
+        if wrapped:
+            self._found[thread()] = adapters
         return not self.frozen or ((self.whole is not None or torch.is_grad_enabled()) and not torch.compiler.is_compiling())
 
     def change(self) -> str | None:
@@ -135,10 +145,12 @@ class LinearsMatch:
         return next((why for child in children if isinstance(why := lora_of(child), str)), LINEARS_CHANGED)
 
     @staticmethod
-    def _is_plain_lora(child: nn.Module | None, module: nn.Module) -> bool:
+    def _plain_lora(child: nn.Module | None, module: nn.Module) -> list[LoRA] | None:
+        """Return what a child around the layer adds to it, or None where that is no plain LoRA."""
         if not is_lora(child) or base_of(child) is not module or torch.compiler.is_compiling() or under_functorch():
-            return False
-        return not hooked(child) and Patches.own(child) and not isinstance(lora_of(child), str)  # type: ignore[arg-type]
+            return None
+        lora = None if hooked(child) or not Patches.own(child) else lora_of(child)  # type: ignore[arg-type]
+        return lora if isinstance(lora, list) else None
 
     def are_wrapped(self) -> bool:
         """Whether PEFT's layers are around some of them."""
@@ -146,15 +158,14 @@ class LinearsMatch:
         return any([children[name] is not module for name, module in zip(self.names, self.linears, strict=True)])
 
     def adapters(self) -> list[LoRA]:
-        """Return what PEFT's layers add, as adapters of the one weight."""
-        children, made, first = self.owner._modules, [], 0
-        for name, module, size in zip(self.names, self.linears, self.sizes, strict=True):
-            child = children[name]
-            for adapter in lora_of(child) if child is not module else ():
-                assert isinstance(adapter, LoRA), "a plain one, as `intact` has seen"
-                made.append(adapter if len(self.names) == 1 else adapter._replace(rows=(first, first + size)))
-            first += size
-        return made
+        """Return what PEFT's layers add, as adapters of the one weight, and as `intact` has found them right before."""
+        if not self.are_wrapped():
+            return []
+        found = self._found.pop(thread(), None)
+        if found is None:  # another call has taken them
+            self.intact()
+            found = self._found.pop(thread(), [])
+        return found
 
     def _kind(self) -> tuple[torch.device, torch.dtype]:
         weight = self.linears[0]._parameters["weight"]
@@ -213,7 +224,7 @@ class LinearsMatch:
 
     def __call__(self, x: Tensor, folded: FoldedNorm | None = None, *, biased: bool = True) -> Tensor:
         """Return x, or its norm, times the concatenated weights. `biased=False` leaves the bias to a later op."""
-        adapters = self.adapters() if self.are_wrapped() else []
+        adapters = self.adapters()
         if self._lies_apart():
             return self._one_by_one(x, folded, biased, adapters)
         precision, lora = self.precision(), adapters or None
