@@ -11,7 +11,7 @@ from onepass.integrations import compiled_mlp
 from onepass.kernels.language import triton
 from onepass.ops.norm.compiled_projections import norm_projections
 from onepass.ops.norm.formula import NormOptions
-from onepass.testing.mutants import mutate
+from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="the ops are of kernels"),
@@ -75,9 +75,15 @@ def alike(found, expected, least=28):
     return all(decibels(ours, theirs) > least for ours, theirs in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("graph", (False, True), ids=("called", "compiled"))
-@pytest.mark.parametrize("residual", (False, True))
-@pytest.mark.parametrize(("norm", "activation"), [("rms_norm", "swiglu"), ("layer_norm", "geglu")])
+@pytest.mark.parametrize(
+    ("norm", "activation", "residual", "graph"),
+    [
+        ("rms_norm", "swiglu", False, False),
+        ("layer_norm", "geglu", True, False),
+        ("layer_norm", "geglu", False, True),
+        ("rms_norm", "swiglu", True, True),
+    ],
+)
 def test_it_is_as_two_products(norm, activation, residual, graph):
     """Up to the rounding of up's gradient to 16 bits, which is left out here: some of its codes are the next ones."""
     ours, theirs = Layers(norm, activation), Layers(norm, activation)
@@ -159,8 +165,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
+def test_mutants_are_found():
     theirs = Layers()
     expected = steps(theirs.apart, theirs)
 
@@ -170,5 +175,5 @@ def test_a_mutant_is_found(name):
         close = alike(steps(partial(layers.as_one, recipe=recipe, library=library), layers), expected)
         return close and all(torch.equal(a["scale"], b["scale"]) for a, b in zip(states(layers), states(theirs), strict=True))
 
-    assert found(compiled_mlp)
-    assert not found(mutate(compiled_mlp, *MUTANTS[name], entry=compiled_mlp))
+    assert found(copy_package(compiled_mlp))
+    assert not [name for name, change in MUTANTS.items() if found(mutate(compiled_mlp, *change, entry=compiled_mlp))]

@@ -10,7 +10,7 @@ import onepass
 from onepass.kernels.language import triton
 from onepass.product.fp8 import in_graph
 from onepass.product.fp8 import weight as fp8_weight
-from onepass.testing.mutants import mutate
+from onepass.testing.mutants import copy_package, mutate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RECIPES = {
@@ -187,9 +187,8 @@ def product_steps(library):
     return steps(partial(product, library=library), p, recipe, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
+def test_mutants_are_found():
     p = {"out": parameters(torch.float32)["out"]}
     plain = steps(lambda x, p, recipe: onepass.linear(x, p["out"], precision=recipe), p, RECIPES["delayed"], dtype=torch.float32)
-    assert not alike(product_steps(LINEAR), plain, 100)
-    assert alike(product_steps(mutate(*MUTANTS[name], entry=LINEAR)), plain, 100)
+    assert not alike(product_steps(copy_package(LINEAR)), plain, 100)
+    assert not [name for name, change in MUTANTS.items() if not alike(product_steps(mutate(*change, entry=LINEAR)), plain, 100)]
