@@ -11,7 +11,6 @@ import onepass.ops.activation.bias_activation as module
 from onepass.kernels.language import triton
 from onepass.ops.activation import activations
 
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
 x, bias = torch.ones(2, 6), torch.ones(6)
 
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be

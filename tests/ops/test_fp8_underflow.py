@@ -13,7 +13,7 @@ from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.fp8 import norm_codes, norm_codes_formula
-from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, quantise, underflowed
+from onepass.runtime.fp8 import E4M3, E5M2, FP8Target, underflowed
 from onepass.testing.mutants import mutate
 
 pytestmark = pytest.mark.skipif(triton is None, reason="counts of kernels and formulas are compared")
@@ -22,10 +22,6 @@ RMS = NormOptions(False, 1e-6, False)
 
 def target(dtype, power):
     return FP8Target(dtype, torch.tensor(2.0**power, device=DEVICE), *new_notes(DEVICE))
-
-
-def cast(x, to, kernel, library=fp8_cast):
-    return library.cast_tensor(x, to, transposed=True) if kernel else quantise(x, to.scale, to.dtype)
 
 
 def norm(x, to, kernel):

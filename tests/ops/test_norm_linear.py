@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.calls import backends, gradients, incoming, needs_triton, outputs, relative
+from ops.calls import backends, gradients, needs_triton, outputs, relative
 from ops.norm_linear_calls import NAMES, USES, kinds, op, tensors
 from ops.oracle import BF16, DEVICE, FP16, FP32
 from torch.nn import functional as F
@@ -121,14 +121,6 @@ def test_evaluation_keeps_nothing_and_looks_at_no_main_grad(backend, layer, monk
     assert y.shape == (3, 5, 24) and not any(kept)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
-def test_autocast_leaves_fp64_alone(backend):
-    inputs = tensors(dtype=torch.float64, params=torch.float64)
-    with torch.autocast(DEVICE, BF16):
-        y = op(backend=backend)(*inputs)
-    assert y.dtype == torch.float64
-
-
 @backends
 @kinds
 def test_one_row_without_leading_dimensions(backend, layer):
@@ -137,44 +129,6 @@ def test_one_row_without_leading_dimensions(backend, layer):
     row = gradients(op(layer, backend=backend), [inputs[0].detach()[None].requires_grad_(), *inputs[1:]])
     for a, b in zip(one, row, strict=True):
         torch.testing.assert_close(a, b.view(a.shape))
-
-
-@backends
-@kinds
-def test_x_that_is_not_contiguous(backend, layer):
-    inputs = tensors((6, 5), layer=layer)
-    x = inputs[0].detach()
-    wide = torch.randn(6, 5, 80, device=DEVICE)
-    wide[..., ::2] = x
-    expected = gradients(op(layer, backend=backend, return_norm_output=True), inputs)
-    for other in (x.transpose(0, 1).contiguous().transpose(0, 1), wide[..., ::2], wide.clone()[..., ::2]):
-        assert not other.is_contiguous() and torch.equal(other, x)
-        leaf = other.requires_grad_()
-        ys = op(layer, backend=backend, return_norm_output=True)(leaf, *inputs[1:])
-        asked = [leaf, *(t for t in inputs[1:] if t is not None)]
-        got = [*ys, *torch.autograd.grad(ys, asked, [incoming(y, i) for i, y in enumerate(ys)])]
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b)
-
-
-@backends
-@kinds
-def test_incoming_gradients_that_are_not_contiguous(backend, layer):
-    inputs = tensors((6, 5), layer=layer)
-    ys = op(layer, backend=backend, return_norm_output=True)(*inputs)
-    dys = [torch.randn_like(y) for y in ys]
-    transposed = [dy.transpose(0, 1).contiguous().transpose(0, 1) for dy in dys]
-    ones = [torch.ones((), device=DEVICE).expand(y.shape) for y in ys]
-    asked = [t for t in inputs if t is not None]
-    for given, plain in ((transposed, dys), (ones, [torch.ones_like(y) for y in ys])):
-        for i in (slice(0, 2), slice(1, 2)):
-            first, second = (
-                torch.autograd.grad(ys[i], asked, some[i], retain_graph=True, allow_unused=True) for some in (given, plain)
-            )
-            for a, b in zip(first, second, strict=True):
-                assert (a is None) == (b is None)
-                if a is not None:
-                    torch.testing.assert_close(a, b)
 
 
 # ---- what is kept, and what is written ----
@@ -227,26 +181,6 @@ def test_main_grad_is_left_alone_where_the_norms_output_is_used_alone(backend):
         weight.requires_grad_(False)
         call(*inputs)[0].sum().backward()
     assert weight.grad is None and weight.grad_added_to_main_grad is False and inputs[0].grad.any()
-
-
-@backends
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_autocast_rounds_the_operands_of_the_product(backend, dtype):
-    x = torch.randn(5, 16, device=DEVICE).to(dtype).requires_grad_()
-    norm_weight, bias = (torch.randn(n, device=DEVICE, requires_grad=True) for n in (16, 8))
-    weight = torch.nn.Parameter(torch.randn(8, 16, device=DEVICE))
-    weight.main_grad = torch.zeros(8, 16, device=DEVICE)
-    with torch.autocast(DEVICE, BF16):
-        y = module.norm_linear(x, norm_weight, weight, bias, backend=backend)
-    assert y.dtype is BF16
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    exact = [t.detach().double().requires_grad_() for t in (x, norm_weight, weight, bias)]
-    module.norm_linear_reference(*exact).backward(dy.double())
-    for got, true in zip((x.grad, norm_weight.grad, weight.main_grad, bias.grad), exact, strict=True):
-        assert ((got.double() - true.grad).norm() / true.grad.norm()) < 1e-2
-    assert x.grad.dtype is dtype
-    assert bias.grad.dtype is torch.float32
 
 
 # ---- what is said of a call ----

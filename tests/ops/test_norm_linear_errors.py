@@ -7,7 +7,6 @@ import onepass
 from onepass.testing.poison import unchanged
 
 x, norm, weight, bias = torch.ones(2, 6), torch.ones(6), torch.ones(3, 6), torch.ones(3)
-LAYER = {"norm": "layer_norm"}
 BAD = {  # the call's arguments, its error, what is said: the argument, what it was, what it must be
     "hidden size 0": ((torch.ones(3, 0), torch.ones(0), torch.ones(3, 0)), {}, ValueError, ("x must", "(3, 0)")),
     "zero-centred nothing": ((x, None, weight), {"zero_centered_gamma": True}, ValueError, ("zero_centered_gamma",)),

@@ -143,25 +143,7 @@ def test_fp64(backend, added):
     assert torch.autograd.gradcheck(lambda *t: everything(True, backend=backend, eps=0.1)(*t), asked)
 
 
-@backends
-@kinds
-def test_tensors_that_are_not_contiguous(backend, layer):
-    inputs = given((6, 5), layer=layer)
-    ys = op(layer, backend=backend)(*inputs)
-    asked = [t for t in inputs if t is not None]
-    dys = [torch.randn_like(y) for y in ys]
-    expected = [*ys, *torch.autograd.grad(ys, asked, dys)]
-    residual = inputs[5].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    ys = op(layer, backend=backend)(*inputs[:5], residual)
-    transposed = [dys[0], dys[1].transpose(0, 1).contiguous().transpose(0, 1)]
-    got = [*ys, *torch.autograd.grad(ys, [*asked[:-1], residual], transposed)]
-    assert nearly_equal(got, expected)
-
-
 # ---- which gradients are asked for ----
-
-
-FROZEN = (("x",), ("residual",), ("x", "residual"), NAMES[1:])
 
 
 @backends

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from onepass.runtime.backend import register_backend
 from onepass.runtime.dispatch import NAMESPACE
 from onepass.runtime.op import OPS
+from onepass.runtime.samples import weights_of
 from onepass.testing.faults import MemorySteps
 from onepass.testing.fuzz import lay_out, run_case
 from onepass.testing.poison import saved_tensors, unchanged
@@ -80,18 +81,24 @@ def repeats(subject: Subject) -> None:
 
 
 def takes_strided_tensors(subject: Subject) -> None:
-    """Inputs with gaps between rows or between columns give the results and gradients of contiguous inputs.
+    """Inputs and incoming gradients with gaps, or transposed, give the results and gradients of contiguous ones.
 
     So do inputs of which one, in turn, starts at an address that no vector has. Each comes after an aligned call of its kind.
     """
     tensors = subject.tensors()
     expected = subject.run(*tensors)
-    grads = subject.gradients(tensors, expected)
-    for layout in ("rows apart", "columns apart"):
+    asked = [y for y in expected if y.requires_grad]
+    incoming = [weights_of(y) for y in asked]
+    grads = torch.autograd.grad(asked, [t for t in tensors if t.requires_grad], incoming)
+    for layout in ("rows apart", "columns apart", "transposed"):
         strided = [lay_out(t.detach(), layout).requires_grad_(t.requires_grad) for t in tensors]
         ys = subject.run(*strided)
         _close(ys, expected, f"results of {layout}")
-        _close(subject.gradients(strided, ys), grads, f"gradients of {layout}")
+        asked, leaves = [y for y in ys if y.requires_grad], [t for t in strided if t.requires_grad]
+        dys = [lay_out(dy, layout) for dy in incoming]
+        with unchanged(**{f"incoming gradient {i}": dy for i, dy in enumerate(dys)}):
+            found = torch.autograd.grad(asked, leaves, dys)
+        _close(found, grads, f"gradients of {layout}")
     for i, t in enumerate(tensors):
         with torch.no_grad():
             plain = subject.run(*tensors)
@@ -369,13 +376,26 @@ def _with_rows(count: int, rows: int, name: str, t: Tensor) -> Tensor:
 
 
 def works_under_autocast(subject: Subject) -> None:
-    """The op runs under autocast, forward and backward. Gradients have the dtypes of their tensors."""
+    """Under autocast results and gradients are within 16 bits of those without, and have the types of their tensors.
+
+    fp64 stays as it is.
+    """
     tensors = subject.tensors()
+    torch.manual_seed(0)
+    expected = subject.run(*tensors)
+    grads = subject.gradients(tensors, expected)
+    torch.manual_seed(0)
     with torch.autocast(subject.device.type, torch.bfloat16):
         ys = subject.run(*tensors)
-    grads = subject.gradients(tensors, ys)
-    assert all(y.isfinite().all() for y in ys if y.is_floating_point())
-    assert [g.dtype for g in grads] == [t.dtype for t in tensors if t.requires_grad]
+    found = subject.gradients(tensors, ys)
+    assert [g.dtype for g in found] == [t.dtype for t in tensors if t.requires_grad]
+    for one, other in zip((*ys, *found), (*expected, *grads), strict=True):
+        if other.is_floating_point():
+            assert (one - other).double().norm() <= 2e-2 * other.double().norm(), "another result under autocast"
+    if subject.backend == "torch":
+        with torch.autocast(subject.device.type, torch.bfloat16):
+            wide = subject.run(*subject.tensors(torch.float64))
+        assert all(y.dtype is torch.float64 for y in wide if y.is_floating_point()), [y.dtype for y in wide]
 
 
 def can_be_checkpointed(subject: Subject) -> None:
