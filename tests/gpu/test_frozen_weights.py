@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from gpu.calls import at_the_side, captured, memory_goes_back, nobody_waits, other_stream, taken
+from ops.calls import relative
 from ops.frozen_calls import BF16, FP16, FP32, four_bits, int8, numbers
 
 import onepass
@@ -222,3 +223,24 @@ def test_kept_codes_have_the_bits_of_a_cast_in_each_call(shape, recipe):
             exact = [y.detach(), *torch.autograd.grad(y, [leaf, *lora[:2]], dy)]
             assert all(map(torch.equal, mine, exact)), layouts
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs eight bits")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_rows_of_one_weight(recipe):
+    """q, k and v that are frozen together: alone, whose codes begin within a memory, and joined."""
+    sizes = 4096, 1024, 1024
+    layers = [torch.nn.Linear(4096, rows, bias=False, device="cuda", dtype=BF16).requires_grad_(False) for rows in sizes]
+    plain = torch.cat([layer.weight for layer in layers])
+    for layouts in (2,) if recipe.scaling == "row" else (1, 2):
+        for layer, weight in zip(layers, plain.split(sizes), strict=True):
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        onepass.freeze_weight(layers, recipe, layouts=layouts)
+        joined, (x, dy, lora) = onepass.frozen_weight(*layers), inputs(6144, 4096)
+        y = onepass.linear(leaf := x.detach().requires_grad_(), plain.clone(), precision=recipe, lora=lora)
+        exact = [y.detach(), *torch.autograd.grad(y, [leaf, *lora[:2]], dy)]
+        assert all(map(torch.equal, step(joined, x, dy, lora), exact))
+        alone = [step(layer.weight, x, part) for layer, part in zip(layers, dy.split(sizes, 1), strict=True)]
+        whole = step(joined, x, dy)
+        assert relative(torch.cat([y for y, _ in alone], 1).float(), whole[0].float()) < 1e-2
+        assert relative(sum(dx.float() for _, dx in alone), whole[1].float()) < 0.05

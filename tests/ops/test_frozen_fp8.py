@@ -87,8 +87,9 @@ def test_a_weights_own_numbers():
 def test_a_module_has_codes_alone():
     layer = nn.Linear(K, N, device=DEVICE, dtype=BF16).requires_grad_(False)
     before = layer.weight.detach().clone()
-    frozen = onepass.freeze_weight(layer)
-    assert layer.weight is frozen and dict(layer.named_parameters())["weight"] is frozen
+    onepass.freeze_weight(layer)
+    frozen = layer.weight
+    assert isinstance(frozen, FrozenWeight) and dict(layer.named_parameters())["weight"] is frozen
     x = numbers(3, K, dtype=BF16)
     assert torch.equal(onepass.linear(x, layer.weight, layer.bias), onepass.linear(x, before, layer.bias, precision="fp8"))
     copied, buffer = copy.deepcopy(layer), io.BytesIO()
@@ -105,6 +106,32 @@ def test_several_are_one():
     parts = [plain(rows, seed) for seed, rows in enumerate((32, 16, 48))]
     frozen = onepass.freeze_weight(parts)
     assert equal(results(OPS["linear"], frozen), results(OPS["linear"], torch.cat(parts), precision="fp8"))
+
+
+@cases
+def test_modules_that_are_frozen_together(recipe, layouts):
+    """Each has its rows, and all together are the whole, whose memory they share; so are those that come from a file."""
+    recipe, shape = RECIPES[recipe], ((32, 1), (16, 2), (48, 3))
+    layers = [nn.Linear(K, rows, bias=False, device=DEVICE, dtype=BF16).requires_grad_(False) for rows, _ in shape]
+    for layer, (rows, seed) in zip(layers, shape, strict=True):
+        layer.weight.copy_(plain(rows, seed))
+    plains = [layer.weight.detach().clone() for layer in layers]
+    whole = onepass.freeze_weight(layers, recipe, layouts=layouts)
+    for layer, weight in zip(layers, plains, strict=True):
+        assert relative(layer.weight.decoded(FP32), weight.float()) < 0.04
+        mine, other = results(OPS["linear"], layer.weight, steps=1), results(OPS["linear"], weight, steps=1, precision=recipe)
+        assert all(relative(a, b) < 0.1 for a, b in zip(mine, other, strict=True))
+    loaded, buffer = nn.ModuleList(layers), io.BytesIO()
+    torch.save(loaded, buffer)
+    buffer.seek(0)
+    for taken in (layers, torch.load(buffer, weights_only=False)):
+        joined = onepass.frozen_weight(*taken)
+        assert joined is onepass.frozen_weight(*taken) and joined.codes.data_ptr() == taken[0].weight.codes.data_ptr()
+        assert equal(results(OPS["linear"], joined), results(OPS["linear"], torch.cat(plains), precision=recipe))
+    assert joined.tensors.keys() == whole.tensors.keys()
+    for wrong in (layers[::-1], layers[::2], [layers[0], copy.deepcopy(layers[1])]):
+        with pytest.raises(ValueError, match="must be parts of one weight in eight bits to be joined"):
+            onepass.frozen_weight(*wrong)
 
 
 def test_a_write_to_the_plain_weight_is_not_seen():
@@ -182,8 +209,10 @@ def test_errors():
     frozen, x = onepass.freeze_weight(plain()), numbers(3, K, dtype=BF16)
     with pytest.raises(ValueError, match="precision must be None or that which the weight was frozen for"):
         onepass.linear(x, frozen, precision=FP8Recipe(scaling="row"))
-    with pytest.raises(TypeError, match="weight 0 has its scale: freeze them together"):
-        onepass.frozen_weight(frozen, frozen)
+    with pytest.raises(ValueError, match="must be parts of one weight in eight bits to be joined: freeze them together"):
+        onepass.frozen_weight(frozen, onepass.freeze_weight(plain()))
+    with pytest.raises(TypeError, match="weights must all be in eight bits or none, but weight 1 is FourBitWeight"):
+        onepass.frozen_weight(frozen, four_bits(N, K, BF16))
     with pytest.raises(ValueError, match="weight must not require grad"):
         onepass.linear(x, onepass.freeze_weight(plain()).requires_grad_())
     with pytest.raises(RuntimeError, match="weight must be a plain tensor under vmap"):

@@ -71,6 +71,9 @@ FP8_MUTANTS = {
     "the default recipe": (fp8, "_forward_now", "product.recipe, weight", "FP8Recipe(), weight"),
     "rows for their transpose": (fp8, "_made", '"transposed": transposed,', '"transposed": codes,'),
     "parts in another order": (fp8, "freeze_weight", "torch.cat(parts)", "torch.cat(parts[::-1])"),
+    "rows in another order are the whole": (fp8, "_whole_of", "part.storage_offset() != first", "False and part.storage_offset() != first"),
+    "columns of the transpose from the first": (fp8, "FP8FrozenWeight.parts", "narrow(dim, first,", "narrow(dim, first if dim == 0 else 0,"),
+    "rows from the first": (fp8, "FP8FrozenWeight.parts", "narrow(dim, first,", "narrow(dim, first if dim == 1 else 0,"),
     "always both layouts": (fp8, "_made", "transposed=layouts == 2", "transposed=True"),
     "the decoded weight's product": (fp8, "frozen_fp8_product", "if x.numel() else", "if not x.numel() else"),
 }  # fmt: skip
@@ -92,6 +95,16 @@ def keeps_bits(module):
             found.append((y, call.output_gradient(dy, one, None, True, False, later=False)[0]))
         right += [torch.equal(*each) for each in zip(*found, strict=True)]
         right.append(("transposed" in frozen.tensors) == (layouts == 2))
+        rows = frozen.parts((16, 48))
+        right += [torch.equal(part.transposed_codes()[0].view(torch.uint8), codes.view(torch.uint8)) for part, codes in zip(
+            rows, frozen.transposed_codes()[0].split((16, 48), 1), strict=True
+        )]  # fmt: skip
+        right.append(torch.equal(type(frozen).join(rows).decoded(BF16), frozen.decoded(BF16)))
+        try:
+            type(frozen).join(rows[::-1])
+            right.append(False)
+        except ValueError:
+            right.append(True)
     return all(right)
 
 
@@ -99,7 +112,7 @@ def keeps_bits(module):
 def test_a_mutant_of_kept_codes_is_found(name):
     try:
         right = keeps_bits(mutate(*FP8_MUTANTS[name], entry=fp8))
-    except (AssertionError, RuntimeError):
+    except (AssertionError, RuntimeError, ValueError):
         return
     assert not right
 

@@ -124,7 +124,8 @@ def activation_linear(
 
     Args:
         x: ``[..., K]``, or ``[..., 2K]`` for a gated activation: the first half is the gate, the second the linear part.
-        weight: ``[N, K]``, of x's type. The gradient of any parameter here that has a ``main_grad`` is added there.
+        weight: ``[N, K]``, of x's type, or an `onepass.FrozenWeight`. The gradient of any parameter here that has a
+            ``main_grad`` is added there.
         bias: ``[N]``, of x's type, or None.
         activation: as in `bias_activation`; the default is ``swiglu``.
         activation_bias: added to x: as long as its last dimension, of any floating-point type, or None.

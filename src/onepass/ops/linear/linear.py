@@ -127,7 +127,7 @@ def linear(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, of x's type.
+        weight: ``[N, K]``, of x's type, or an `onepass.FrozenWeight`.
         bias: ``[N]``, of x's type, or None.
         tp_group: the ranks that have parts of one weight. Forward and backward are collective.
         allreduce_dgrad: each rank has some of the weight's rows (column parallel). x's gradient is summed over the group, under

@@ -81,7 +81,8 @@ def lora_linear(
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, of x's type; frozen or trained. The gradient of any parameter with a ``main_grad`` is added there.
+        weight: ``[N, K]``, of x's type, frozen or trained, or an `onepass.FrozenWeight`. The gradient of any parameter with a
+            ``main_grad`` is added there.
         lora_a: ``[r, K]``, of x's type or fp32. Products are in x's type; the gradient is fp32 where lora_a is.
         lora_b: ``[N, r]``, of the same types.
         bias: ``[N]``, of x's type, or None.

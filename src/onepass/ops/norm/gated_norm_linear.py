@@ -173,7 +173,8 @@ def gated_norm_linear(
         x: ``[..., K]``: the rows of all heads.
         z: the gate before its activation, of x's shape and any floating-point type.
         norm_weight: ``[K]``, or ``[group_size]`` where groups share it; of any floating-point type, or None.
-        weight: ``[N, K]``, of x's type. The gradient of any parameter here that has a ``main_grad`` is added there.
+        weight: ``[N, K]``, of x's type, or an `onepass.FrozenWeight`. The gradient of any parameter here that has a
+            ``main_grad`` is added there.
         bias: ``[N]``, of x's type, or None.
         eps, zero_centered_gamma, activation, norm_before_gate: as in `gated_rms_norm`.
         group_size: normalise each group of so many columns by itself, as heads are. It divides K.

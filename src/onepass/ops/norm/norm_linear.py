@@ -192,7 +192,8 @@ def norm_linear(
     Args:
         x: ``[..., K]``.
         norm_weight: ``[K]``, of any floating-point type, or None.
-        weight: ``[N, K]``, of x's type. The gradient of a parameter with a ``main_grad``, any of these, is added there.
+        weight: ``[N, K]``, of x's type, or an `onepass.FrozenWeight`. The gradient of a parameter with a ``main_grad``,
+            any of these, is added there.
         bias: ``[N]``, of x's type, or None.
         residual: of x's shape: added to x before, in the norm's pass. h is returned too, and is kept in the place of both.
         norm: ``rms_norm`` or ``layer_norm``.

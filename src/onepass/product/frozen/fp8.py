@@ -65,17 +65,27 @@ class FP8FrozenWeight(FrozenWeight):
 
     def parts(self, row_counts: Sequence[int]) -> list[FP8FrozenWeight]:
         """Return the weights that this one is of, in the same memory."""
-        found, first = [], 0
+        found: list[FP8FrozenWeight] = []
+        first = 0
         for count in row_counts:
             tensors = dict(self.tensors)
-            for name in ("codes", "inverse"):
+            for name, dim in _DIVIDED.items():
                 if name in tensors:
-                    tensors[name] = tensors[name][first : first + count]
-            if "transposed" in tensors:
-                tensors["transposed"] = tensors["transposed"][:, first : first + count]
+                    tensors[name] = tensors[name].narrow(dim, first, count)
             found.append(FP8FrozenWeight((count, self.shape[1]), self.dtype, tensors, self.options))
             first += count
         return found
+
+    @classmethod
+    def join(cls, parts: Sequence[Any]) -> FP8FrozenWeight:
+        """Return the weight that these are `parts` of, in their order. Raise where they don't lie so."""
+        first, tensors = parts[0], {}
+        for name in first.tensors:
+            of_parts = [part.tensors.get(name) for part in parts]
+            tensors[name] = _whole_of(of_parts, _DIVIDED.get(name))
+            if tensors[name] is None or any(part.options != first.options for part in parts):
+                raise ValueError("weights must be parts of one weight in eight bits to be joined: freeze them together")
+        return cls((sum(part.shape[0] for part in parts), first.shape[1]), first.dtype, tensors, first.options)  # type: ignore[no-any-return]
 
     def describe(self) -> str:
         layouts = "both layouts" if "transposed" in self.tensors else "rows"
@@ -88,8 +98,28 @@ class FP8FrozenWeight(FrozenWeight):
         out.copy_(dequantise(*self.row_codes(), out.dtype))
 
 
+_DIVIDED = {"codes": 0, "inverse": 0, "transposed": 1}  # the dimension of the weight's rows
+
+
+def _whole_of(parts: Sequence[Tensor | None], dim: int | None) -> Tensor | None:
+    """Return the tensor whose parts along a dimension these are, one after another, or which all are; or None."""
+    first, size = parts[0], 0
+    assert first is not None
+    storage, step = first.untyped_storage().data_ptr(), 0 if dim is None else first.stride(dim)
+    for part in parts:
+        if part is None or part.untyped_storage().data_ptr() != storage or part.stride() != first.stride():
+            return None
+        if part.storage_offset() != first.storage_offset() + size * step:
+            return None
+        size += 0 if dim is None else part.shape[dim]
+    if dim is None:
+        return first
+    shape = [size if i == dim else n for i, n in enumerate(first.shape)]
+    return first.as_strided(shape, first.stride())
+
+
 def freeze_weight(
-    weight: Tensor | Sequence[Tensor] | nn.Module, precision: Precision = "fp8", *, layouts: int = 2
+    weight: Tensor | nn.Module | Sequence[Tensor | nn.Module], precision: Precision = "fp8", *, layouts: int = 2
 ) -> FrozenWeight:  # fmt: skip
     """Return a frozen weight as codes for products in eight bits, which linear layers take in the place of the plain one.
 
@@ -101,12 +131,13 @@ def freeze_weight(
 
     Args:
         weight: ``[N, K]``, both multiples of 16, without a gradient. Several become one weight with the rows of all. The weight
-            of a module is replaced, and its memory is freed where nobody else has it.
+            of a module is replaced, and its memory is freed where nobody else has it. Modules that are frozen together share one
+            memory, and `frozen_weight` of them returns the whole.
         precision: ``fp8`` or an `onepass.FP8Recipe`, by which the products run.
         layouts: 2 keeps the codes by rows and transposed. 1 keeps rows alone, half the memory, and backward transposes them,
             which takes 2 bytes a number to read and write. Scales by row need 2.
     """
-    plain: Any = weight.weight if isinstance(weight, nn.Module) else weight
+    sources = list(weight) if isinstance(weight, Sequence) else [weight]
     recipe = recipe_of(precision)
     if recipe is None:
         raise ValueError("precision must be 'fp8' or an FP8Recipe, but is None")
@@ -114,14 +145,15 @@ def freeze_weight(
         raise ValueError(f"layouts must be 1 or 2, but is {layouts!r}")
     if layouts == 1 and recipe.scaling == "row":
         raise ValueError("layouts must be 2 with scales by row: those of the transpose are others")
-    parts = [plain] if isinstance(plain, Tensor) else list(plain)
+    parts: list[Any] = [each.weight if isinstance(each, nn.Module) else each for each in sources]
     for part in parts:
         _check_part(part)
     with torch.no_grad():
         frozen = _made(parts[0] if len(parts) == 1 else torch.cat(parts), recipe, layouts)
-    if isinstance(weight, nn.Module):
-        weight.weight = nn.Parameter(frozen, requires_grad=False)
-        return weight.weight  # type: ignore[return-value]
+    divided = frozen.parts([len(part) for part in parts]) if len(parts) > 1 else [frozen]
+    for source, part in zip(sources, divided, strict=True):
+        if isinstance(source, nn.Module):
+            source.weight = nn.Parameter(part, requires_grad=False)
     return frozen
 
 

@@ -26,17 +26,19 @@ class JoinedWeight(FrozenWeight):
 def join(weights: Sequence[Any]) -> FrozenWeight:
     """Return one weight with the rows of all. Raise where they don't go together."""
     first = weights[0]
+    if len(weights) == 1:
+        return first  # type: ignore[no-any-return]
     for index, weight in enumerate(weights):
         if weight.shape[1] != first.shape[1]:
             raise ValueError(
                 f"weights must have one number of columns, but weight {index} has {weight.shape[1]}, the first {first.shape[1]}"
             )
-        if not weight.is_decoded:
-            raise TypeError(f"weights must be decoded to be joined, but weight {index} has its scale: freeze them together")
+        if weight.is_decoded is not first.is_decoded:
+            raise TypeError(f"weights must all be in eight bits or none, but weight {index} is {weight!r}, the first {first!r}")
         if weight.dtype != first.dtype:
             raise TypeError(f"weights must have one type, but weight {index} is {weight.dtype}, the first {first.dtype}")
-    if len(weights) == 1:
-        return first  # type: ignore[no-any-return]
+    if not first.is_decoded:
+        return type(first).join(weights)  # type: ignore[no-any-return]
     shape = sum(weight.shape[0] for weight in weights), first.shape[1]
     return JoinedWeight(shape, first.dtype, {f"part{i}": weight for i, weight in enumerate(weights)})  # type: ignore[no-any-return]
 
