@@ -63,9 +63,8 @@ def test_more_than_2_to_the_31_numbers():
     N, K = 65536, 32784
     weight = drawn_four_bits(N, K)
     out = weight.decoded(BF16).view(-1)
-    for first in (0, (1 << 31) - 64 * 256, N * K // (64 * 256) * (64 * 256)):
-        count = min(5000, N * K - first)
-        assert torch.equal(out[first : first + count].cpu(), by_formula(weight, first, count).to(BF16))
+    for first in (0, (1 << 31) - 64 * 256, 1 << 31, N * K - 64 * 256):
+        assert torch.equal(out[first : first + 64 * 256].cpu(), by_formula(weight, first, 64 * 256).to(BF16))
 
 
 def step(weight, x, dy, lora=None):
