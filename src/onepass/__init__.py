@@ -29,6 +29,7 @@ from onepass.ops.norm.gated_norm_linear import gated_norm_linear
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.softmax.softmax import softmax
+from onepass.product import lora_product as _lora_product  # noqa: F401  # enters products with adapters
 from onepass.product.fp8 import layer as _layer  # noqa: F401  # enters products in eight bits
 from onepass.product.frozen.fp8 import freeze_weight
 from onepass.product.frozen.taken import frozen_weight

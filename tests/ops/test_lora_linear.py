@@ -239,7 +239,7 @@ def test_several_adapters_take_as_many_products_as_one():
     """Two and three more than the frozen layer's own, and one pass that joins the adapters, or takes the gradients apart."""
     x, weight, *_, dy = parts(dtype=BF16)
     adapters = [LoRA(a.float().detach().requires_grad_(), b.float().detach().requires_grad_(), 1.0, rows)
-                for a, b, _, rows in adapters_of("q, k, v")]  # fmt: skip
+                for a, b, _, rows, *_ in adapters_of("q, k, v")]  # fmt: skip
     with Functions() as forward:
         y = onepass.linear(x, weight, lora=adapters)
     assert sorted(forward.names) == ["addmm_", "mm", "mm", "pack_adapters"]

@@ -7,18 +7,18 @@ from ops.test_lora_linear import K, N, adapters_of, exact, merged, numbers, part
 
 import onepass.ops.norm.norm_linear as NORM_LINEAR
 from onepass.kernels import adapter_pack
-from onepass.product import function, lora_product
+from onepass.product import adapters, function, lora_product
 from onepass.testing.mutants import copy_package, mutate
 
 MUTANTS = {
-    "a scale left out": (lora_product, "_scaled", "beta=0, alpha=scale, out", "beta=0, alpha=1.0, out"),
-    "one adapter's scale left out": (lora_product, "_scaled", "second, beta=0, alpha=scale)", "second, beta=0)"),
-    "a scale of 1 for all": (lora_product, "_plan_of", "if len(set(scales)) == 1 else None", ""),
-    "u without its scale": (lora_product, "_low_rank_gradient", "b[rows, columns], scale, u", "b[rows, columns], 1.0, u"),
-    "u of the first columns of dy": (lora_product, "_low_rank_gradient", "_scaled(dy[:, rows]", "_scaled(dy[:, : rows.stop - rows.start]"),
-    "the bias added twice": (lora_product, "LoRAProduct.forward", "F.linear(t, b, bias)", "F.linear(t, b, None if bias is None else 2 * bias)"),
+    "a scale left out": (adapters, "_scaled", "beta=0, alpha=scale, out", "beta=0, alpha=1.0, out"),
+    "one adapter's scale left out": (adapters, "_scaled", "second, beta=0, alpha=scale)", "second, beta=0)"),
+    "a scale of 1 for all": (adapters, "_plan_of", "if len(set(scales)) == 1 else None", ""),
+    "u without its scale": (adapters, "AdapterPlan.low_rank_gradient", "b[rows, columns], scale, u", "b[rows, columns], 1.0, u"),
+    "u of the first columns of dy": (adapters, "AdapterPlan.low_rank_gradient", "_scaled(dy[:, rows]", "_scaled(dy[:, : rows.stop - rows.start]"),
+    "the bias added twice": (adapters, "AdapterPlan.expand", "F.linear(t, b, bias)", "F.linear(t, b, None if bias is None else 2 * bias)"),
     "da of x before the norm": (function, "_of_adapters", "prologue.rows_again(kept) if made is None or made.rows is None else made.rows", "kept[0]"),
-    "dx without what adapters add": (lora_product, "LoRAPass.output_gradient", "self.u @ a if came", "0 * self.u @ a if came"),
+    "dx without what adapters add": (adapters, "AdapterPlan.rows_gradient", "u @ a if came", "0 * u @ a if came"),
     "rows are not kept for a": (lora_product, "LoRAProduct.forward", "(*needs[:-2], True, needs[-1])", "needs"),
     "ones where b has no rows": (adapter_pack, "_copy_b", "mask=own, other=0.0)", "mask=own, other=1.0)"),
     "b's rows from its last": (adapter_pack, "_copy_b", "+ row - FIRST) * RANK", "+ LAST - 1 - row) * RANK"),
@@ -40,11 +40,11 @@ def is_right(module):
     for name in ("q and v", "two of one part, one of another", "two of all rows", "five"):
         x = numbers(7, 10, K, seed=1).double().requires_grad_()
         weight, bias = numbers(N, K, seed=2).double(), numbers(N, seed=3).double()
-        adapters = adapters_of(name)
-        asked = [x, *[t for each in adapters for t in each[:2]]]
+        several = adapters_of(name)
+        asked = [x, *[t for each in several for t in each[:2]]]
         for of_bias in (bias, None):
-            y = module.norm_linear(x, None, weight, of_bias, lora=[module.LoRA(*each) for each in adapters])
-            expected = module.norm_linear(x, None, merged(weight, adapters), of_bias)
+            y = module.norm_linear(x, None, weight, of_bias, lora=[module.LoRA(*each) for each in several])
+            expected = module.norm_linear(x, None, merged(weight, several), of_bias)
             dy = numbers(*y.shape, seed=4).double()
             pairs = [(y, expected), *zip(torch.autograd.grad(y, asked, dy), torch.autograd.grad(expected, asked, dy), strict=True)]
             right += [mine.shape == other.shape and torch.allclose(mine, other) for mine, other in pairs]

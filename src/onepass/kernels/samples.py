@@ -10,14 +10,15 @@ from torch import Tensor
 
 from onepass.kernels import decode, fp8, fp8_cast, fp8_transpose
 from onepass.kernels.adapter_pack import AdapterShapes, pack_adapters, unpack_adapters
+from onepass.kernels.low_rank import NO_DROPOUT, RowDropout, lora_expand, lora_gradient, lora_shrink
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
-from onepass.runtime.samples import CoveringCall, meta
+from onepass.runtime.samples import SEED, THRESHOLD, CoveringCall, meta
 
 
 def covering_calls() -> Iterator[CoveringCall]:
     """Casts by row, by column and by tensor: both types, rows that are held and read again, even and odd multiples of 16.
 
-    Adapters of one layer of Llama 8B, of other types and ranks, and of documents.
+    Adapters of one layer of Llama 8B, of other types and ranks, of documents and with dropout.
     Decoding: blocks of all sizes, whole and not, scales that are codes and not; groups of a row, of several and of parts.
     """
     for width in (2048, 4096, 14336, 28672, 5008):
@@ -31,6 +32,41 @@ def covering_calls() -> Iterator[CoveringCall]:
             yield _pack_call(AdapterShapes(0, (16,) * len(spans), spans, 4096, spans[-1][1]), of_adapters)
     yield _pack_call(AdapterShapes(0, (3, 5), ((0, 1), (1, 777)), 5000, 777), torch.float16)
     yield _pack_call(AdapterShapes(8, (16,) * 4, ((0, 4096),) * 4, 4096, 4096), torch.float32)
+
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for rank, width, dtype in ((16, 4096, bf16), (256, 14336, bf16), (3, 777, bf16), (48, 6144, fp32)):
+        yield _low_rank_call(width, rank, 8, dtype)
+        yield _low_rank_call(width, rank, 0, dtype, RowDropout(THRESHOLD, SEED))
+        yield _low_rank_call(width, rank, 8, dtype, RowDropout(THRESHOLD))
+    yield _low_rank_call(4096, 16, 8, torch.float16)
+
+
+def _low_rank_call(width: int, rank: int, groups: int, dtype: torch.dtype, dropout: RowDropout = NO_DROPOUT) -> CoveringCall:
+    """Both matrices of an adapter, of documents or of all rows. The seed is a number or in memory."""
+
+    def run() -> Tensor:
+        lead = (groups,) if groups else ()
+        x, bias, t = meta(8192, width, dtype=dtype), meta(width, dtype=dtype), meta(8192, rank, dtype=dtype)
+        a, b = meta(*lead, rank, width, dtype=dtype), meta(*lead, width, rank, dtype=dtype)
+        seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout.threshold and dropout.number is None else None
+        ends, scales = None, None
+        if groups:
+            ends = torch.empty(groups, dtype=torch.int32, device="meta")
+            scales = torch.empty(groups, rank, dtype=torch.float32, device="meta")
+        with torch.no_grad():
+            for scale in (scales, None):
+                lora_shrink(x, a.mT, ends, scale, seed, 2.0, dropout)
+                lora_shrink(x, b, ends, scale, seed, 2.0, dropout)
+            for start in (None, bias, x):
+                lora_expand(t, a.mT, start, ends, seed, dropout)
+                lora_expand(t, b, start, ends, seed, dropout)
+            lora_gradient(t, x, ends, seed, False, dropout)
+            lora_gradient(t, x, ends, seed, True, dropout)
+        return x
+
+    label = f"adapters of rank {rank}, {width} wide{', by documents' if groups else ''}{', dropout' if dropout.threshold else ''}"
+    return CoveringCall(f"{label}{', seed in memory' if dropout.threshold and dropout.number is None else ''}", dtype, run)
 
 
 def _pack_call(shapes: AdapterShapes, of_adapters: torch.dtype) -> CoveringCall:

@@ -28,8 +28,7 @@ from onepass.gradients.main_grad import (
     vector_gradients,
 )
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
-from onepass.product.lora import LoRA
-from onepass.product.lora_product import LoRAProduct
+from onepass.product.lora import WITH_ADAPTERS, LoRA, are_masked
 from onepass.product.product import PlainProduct, Product
 from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
@@ -240,7 +239,7 @@ def run_linear(
 ) -> Any:  # fmt: skip
     """Return y, and after it what else the prologue returns."""
     if adapters:
-        return _run_with_adapters(prologue, LoRAProduct.around(product, adapters, weight), inputs, weight, bias, adapters)
+        return _run_with_adapters(prologue, product, inputs, weight, bias, adapters)
     if not (torch.is_grad_enabled() and (weight.requires_grad or needs_grad(bias, *inputs))):
         y, rows, kept, _ = product.forward(prologue, inputs, weight, bias, None)
         return _results(y, prologue, rows, kept)
@@ -250,12 +249,14 @@ def run_linear(
 
 
 def _run_with_adapters(
-    prologue: Prologue, product: LoRAProduct, inputs: Inputs, weight: Tensor, bias: Tensor | None, adapters: Sequence[LoRA]
+    prologue: Prologue, product: Product, inputs: Inputs, weight: Tensor, bias: Tensor | None, adapters: Sequence[LoRA]
 ) -> Any:  # fmt: skip
-    tensors = [tensor for adapter in adapters for tensor in (adapter.a, adapter.b)]
+    x = inputs[0]
+    assert x is not None
+    with_adapters, tensors = WITH_ADAPTERS[LoRA](product, adapters, x, weight)
     if needs_grad(weight, bias, *inputs, *tensors):
-        return _apply(prologue, product, *inputs, weight, bias, *tensors)
-    y, rows, kept, _ = product.bind(tensors, ()).forward(prologue, inputs, weight, bias, None)
+        return _apply(prologue, with_adapters, *inputs, weight, bias, *tensors)
+    y, rows, kept, _ = with_adapters.bind(tensors, ()).forward(prologue, inputs, weight, bias, None)
     return _results(y, prologue, rows, kept)
 
 
@@ -276,6 +277,8 @@ def is_plain(product: Product, weight: Tensor, bias: Tensor | None, adapters: Se
         return False
     if under_functorch():
         return True
+    if adapters and are_masked(adapters):
+        return False
     if adapters and any([accumulates_elsewhere(tensor) for adapter in adapters for tensor in adapter[:2]]):
         return False
     return not (accumulates_elsewhere(weight) or accumulates_elsewhere(bias))

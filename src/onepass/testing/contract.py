@@ -369,7 +369,7 @@ def _with_rows(count: int, rows: int, name: str, t: Tensor) -> Tensor:
     """The tensor with so many entries along the dimensions that have `rows`. Boundaries of documents fall to that."""
     for dim, size in enumerate(t.shape):
         t = t.narrow(dim, 0, count) if size == rows else t
-    return t.clamp(max=count) if name == "cu_seqlens" else t
+    return t.clamp(max=count) if name in ("cu_seqlens", "ends") else t
 
 
 # ---- autocast, checkpointing, compilation ----

@@ -34,7 +34,10 @@ _numbers = itertools.count()
 _NAMESPACE = 'NAMESPACE = "onepass"'
 _FOLLOW = "the mutant has to follow the code"
 _REPLACED = {"onepass.kernels.grid_sync": "yield_to_programs", "onepass.kernels.layout": "distance"}  # by the interpreter
-_ENTERED = {"onepass.product.precision": "onepass.product.fp8.layer"}  # what an import of `onepass` enters in a module's table
+_ENTERED = {  # what an import of `onepass` enters in a module's table
+    "onepass.product.precision": "onepass.product.fp8.layer",
+    "onepass.product.lora": "onepass.product.lora_product",
+}
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 

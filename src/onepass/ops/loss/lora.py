@@ -17,6 +17,8 @@ def check_lora(name: str, lora: LoRA | None, hidden: Tensor, weight: Tensor) -> 
     check_adapter(name, lora, hidden, weight, "hidden")
     if lora.rows is not None:
         raise ValueError(f"{name}.rows must be None, as a head is one weight, but is {lora.rows}")
+    if lora.dropout or lora.ends is not None:
+        raise ValueError(f"{name}.dropout must be 0 and {name}.ends None: a head has one adapter for all rows, without dropout")
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> Tensor:

@@ -177,7 +177,7 @@ class AdapterSum:
 
     def rounded(self, places: slice) -> Tensor:
         """The gradient as an operand of the products for hidden's and a's, with the scale."""
-        return (self.sums[places] * self.scale).to(self.head.hidden.dtype)
+        return (self.sums[places] * self.scale).to(self.head.hidden.dtype)  # type: ignore[no-any-return]
 
     def add_a(self, low: Tensor, hidden: Tensor) -> None:
         if self.into is not None:
