@@ -10,10 +10,10 @@ from bench.benching import check_contenders, wrong
 
 from onepass.bench import lora_linear
 
-given = partial(benching.given, lora_linear, (20, 48, 32))
+given = partial(benching.given, lora_linear, (24, 48, 48))
 
 
-@pytest.mark.parametrize("variant", ["fp32", "bf16", "bf16 fp8"])
+@pytest.mark.parametrize("variant", ["fp32", "bf16", "bf16 fp8", "q, k, v", "8 documents"])
 def test_every_contender_is_called_rightly(variant: str) -> None:
     case, inputs = given(variant)
     check_contenders(lora_linear, case, inputs)
