@@ -7,8 +7,8 @@ Gradients of x and of the adapters; the weight is frozen.
 Variants  `fp32` adapters as PEFT makes them, `bf16` as `autocast_adapter_dtype=False` leaves them. `bf16 fp8` has the weight's
           products in eight bits, over `onepass bf16`. `q, k, v` is one weight with fp32 adapters of three parts of its rows, and
           `8 documents` has an fp32 adapter for each of eight documents of equal length.
-Peers     eager: as PEFT's layer computes, without its dropout. torch.compile of the same. q, k and v are three layers there, whose
-          results are concatenated; documents follow each other, as a batch of several adapters is run.
+Peers     eager: as PEFT's layer computes, without its dropout. torch.compile of the same. q, k and v are three layers there, and
+          their results are concatenated; documents follow each other, as a batch of several adapters is run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs
 from onepass.ops.linear.linear import linear
 from onepass.ops.linear.lora_linear import lora_linear
@@ -34,7 +34,7 @@ _LLAMA_8B = [(4096, 4096, 6144), (4096, 4096, 28672), (4096, 14336, 4096)]  # to
 _SHAPES = Shapes(
     gpu={"fp32": _LLAMA_8B, "bf16": _LLAMA_8B, _FP8: _LLAMA_8B, _QKV: _LLAMA_8B[:1], _BY_DOCUMENT: _LLAMA_8B},
     gpu_quick={"fp32": _LLAMA_8B[:1]},
-    cpu=dict.fromkeys(("fp32", "bf16", _FP8, _QKV, _BY_DOCUMENT), [(256, 512, 768)]),
+    cpu=of_each(("fp32", "bf16", _FP8, _QKV, _BY_DOCUMENT), [(256, 512, 768)]),
     cpu_quick={"fp32": [(128, 128, 192)]},
 )
 
@@ -80,8 +80,8 @@ def _ends(tokens: int, device: torch.device) -> Tensor:
 
 def _ours(case: BenchCase, precision: Precision = None) -> Call:
     def joined(x: Tensor, weight: Tensor, *parts: Tensor) -> Tensor:
-        spans = _spans(weight.shape[0])
-        return linear(x, weight, lora=[LoRA(*parts[2 * i : 2 * i + 2], _SCALE, rows) for i, rows in enumerate(spans)])
+        pairs = zip(parts[::2], parts[1::2], _spans(weight.shape[0]), strict=True)
+        return linear(x, weight, lora=[LoRA(a, b, _SCALE, rows) for a, b, rows in pairs])
 
     def by_document(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, document: Tensor) -> Tensor:
         return lora_linear(x, weight, lora_a, lora_b, scale=_SCALE, ends=_ends(case.shape[0], x.device))
@@ -89,7 +89,8 @@ def _ours(case: BenchCase, precision: Precision = None) -> Call:
     def one(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         return lora_linear(x, weight, lora_a, lora_b, scale=_SCALE, precision=precision)
 
-    return {_QKV: joined, _BY_DOCUMENT: by_document}.get(case.variant, one)
+    calls: dict[str, Call] = {_QKV: joined, _BY_DOCUMENT: by_document}
+    return calls.get(case.variant, one)
 
 
 def _formula(case: BenchCase, rounded: bool = False) -> Call:
@@ -130,7 +131,8 @@ def _eager(case: BenchCase, run: Run) -> Call:
         added = [F.linear(F.linear(rows.to(a.dtype), a), b) * _SCALE for rows, a, b in parts]
         return (y + torch.cat(added)).to(y.dtype)
 
-    return run({_QKV: layers, _BY_DOCUMENT: documents}.get(case.variant, linear_layer))
+    calls: dict[str, Call] = {_QKV: layers, _BY_DOCUMENT: documents}
+    return run(calls.get(case.variant, linear_layer))
 
 
 def _peers(case: BenchCase) -> list[Contender]:

@@ -154,9 +154,8 @@ def _gradient_kernel(
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tl.program_id(2).to(tl.int64)  # the document; without ends, a strip of ROWS rows
     if ends_ptr is not None:
-        _, wrong = _load_ends(ends_ptr, M, E, BLOCK_E)
-        begin = tl.load(ends_ptr + e - 1, mask=e > 0, other=0).to(tl.int64)
-        end = tl.where(wrong, begin, tl.load(ends_ptr + e).to(tl.int64))
+        begin = tl.maximum(tl.load(ends_ptr + e - 1, mask=e > 0, other=0), 0).to(tl.int32)  # in x though wrong
+        end = tl.minimum(tl.load(ends_ptr + e), M).to(tl.int32)
     else:
         begin = e * ROWS
         end = tl.minimum(begin + ROWS, M)
@@ -164,7 +163,7 @@ def _gradient_kernel(
         seed = load_seed(seed_ptr, SEED)
     dw = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for top in range(begin, end, BLOCK_M):
-        rows = top + tl.arange(0, BLOCK_M)
+        rows = (top + tl.arange(0, BLOCK_M)).to(tl.int64)
         t = tl.load(t_ptr + rows[:, None] * R + r[None, :], mask=(rows < end)[:, None] & (r < R)[None, :], other=0.0)
         x = tl.load(x_ptr + rows[:, None] * X_ROW + c[None, :], mask=(rows < end)[:, None] & (c < C)[None, :], other=0.0)
         if threshold is not None:
@@ -173,6 +172,7 @@ def _gradient_kernel(
     if threshold is not None:
         dw *= scale
     if ends_ptr is not None:
+        _, wrong = _load_ends(ends_ptr, M, E, BLOCK_E)
         dw = tl.where(wrong, float("nan"), dw)
     at = dw_ptr + e * C * R + r[:, None] * DW_R + c[None, :] * DW_C
     tl.store(at, dw, mask=(r < R)[:, None] & (c < C)[None, :])
@@ -197,8 +197,9 @@ def _shrink_plan(
     """Return the bound kernel, its rows and its programs across. Few rows: they are all of the parallelism."""
     x_row, *of_w = strides
     E, block_e = groups
-    block_m, block_r = 32, _rank_block(R, 64 if wide else 128)
-    block_c = 64 if wide or block_r > 64 or (E and threshold) else 128
+    both = bool(E and threshold)  # more would not fit in registers
+    block_m, block_r = 32, _rank_block(R, 32 if wide else 64 if both else 128)
+    block_c = 32 if wide and both else 64 if wide or both or block_r > 64 else 128
     dropped, keep_scale = probability(threshold)
     sizes = x_row, C, R, *of_w, E, scale * (keep_scale or 1.0), dropped
     bound = _shrink_kernel.bind(*sizes, known_align(x_row, C), block_e, block_m, block_c, block_r)
