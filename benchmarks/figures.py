@@ -13,6 +13,7 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/gpt_fp8_1B.json                              the same, by onepass in eight bits and not
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
     scripts/huggingface.json                             onepass bench huggingface
+    scripts/lora.json                                    onepass bench lora
 
 What has eight bits, in any of these files, is left out of their tables and has one of its own, for each GPU.
 """
@@ -24,10 +25,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "train", "huggingface"))]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "train", "huggingface", "lora"))]
 # the tables' names in the pages
 HEADLINE, OPS, FIGURES, LOSS, FUSION = "headline", "ops", "figures", "loss", "fusion"
-TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8 = "training", "losses", "parallel", "huggingface", "fp8"
+TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8, LORA = "training", "losses", "parallel", "huggingface", "fp8", "lora"
 
 
 def fraction(value):
@@ -428,14 +429,15 @@ def huggingface_line(row, eager):
     return line([row["case"], row["contender"], *cells])
 
 
-def huggingface_table(path):
+def huggingface_table(path, but=OURS_FP8):
+    """but: the contender that is left out."""
     results = json.loads(path.read_text())
     has = results["versions"]
     said = f"torch {has['torch']}, transformers {has['transformers']}, Liger {has['peers']['Liger']}"
     lines = [f"One {results['device']}, bf16, {said}; commit {results['commit']}.", ""]
     titles = "ms a step", "tokens/s", "of eager's ms", "GiB", "of eager's GiB", "losses apart", "gradients' error, of eager's"
     lines += header("", "", *titles)
-    rows = [row for row in results["rows"] if row["status"] == "ok" and row["contender"] != OURS_FP8]
+    rows = [row for row in results["rows"] if row["status"] == "ok" and row["contender"] != but]
     for row in rows:
         lines.append(huggingface_line(row, next(each for each in rows if each["case"] == row["case"])))
     return "\n".join(lines)
@@ -584,6 +586,9 @@ def measured_elsewhere(others):
     """The rows of the headline that other GPUs have."""
     for other in others:
         steps, head = other / "scripts" / "gpt_fp8_1B.json", other / "linear_cross_entropy.json"
+        if (lora := other / "scripts" / "lora.json").exists():
+            title = "Fine-tuning step, LoRA on Llama 8B, Hugging Face, 2 x 2048 tokens"
+            yield huggingface_headline(f"{title} ({other.name.upper()})", lora, "lora_8b 2x2048")
         if steps.exists():
             yield fp8_headline("Training step, Llama 1B in eight bits, 4 x 4096 tokens", steps)
         if head.exists():
@@ -752,6 +757,7 @@ def all_figures(folder=RESULTS):
         PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
         FP8: fp8_tables(folder.parent),
+        LORA: huggingface_table(folder.parent / "h100" / "scripts" / "lora.json", but=None),
     }
 
 

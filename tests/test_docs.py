@@ -39,6 +39,7 @@ def _as_before():
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT asks transformers by an old name
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_runs(page, tmp_path, monkeypatch):
