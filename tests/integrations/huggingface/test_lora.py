@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning",
 )
 LAYERS = 2 * 7  # q, k, v, o, gate, up, down
+TAKES = {(linear_layers, "linear"), (linears, "linear"), (linears, "norm_linear"), (mlps, "activation_linear")}  # lora=
 PRODUCTS = 2 * [["norm_linear", 3], ["linear", 1], ["norm_linear", 2], ["activation_linear", 1]]  # and adapters of each
 
 
@@ -42,9 +43,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    for module, name in (
-        (linear_layers, "linear"), (linears, "linear"), (linears, "norm_linear"), (mlps, "activation_linear")
-    ):  # fmt: skip
+    for module, name in TAKES:
         watch(module, name)
     return found
 
@@ -109,8 +108,8 @@ def test_every_family_is_replaced_as_without_adapters(family):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"lora_dropout": 0.3}, "its LoRA has dropout, which it applies to the hidden states of its own product alone"),
         ({"use_dora": True}, "its LoRA is a variant, DoraLinearVariant"),
+        ({"lora_bias": True}, "its LoRA is made of other than torch.nn.Linear without a bias"),
     ],
 )
 def test_what_is_no_plain_adapter_runs_by_peft_and_is_named(options, why, calls):
@@ -121,13 +120,49 @@ def test_what_is_no_plain_adapter_runs_by_peft_and_is_named(options, why, calls)
     assert not calls
 
 
+def test_dropout(calls, monkeypatch):
+    """A mask for each product in training, which a recomputed layer draws again, and none in evaluation."""
+    model, before, applied = both(lora_dropout=0.3)
+    rates = set()
+    for module, name in TAKES:
+        stock = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *a, lora=None, stock=stock, **kw: rates.update(x.dropout for x in lora or ()) or stock(*a, lora=lora, **kw),
+        )
+    assert not [row for row in applied.left if row.part != "norm"]
+    steps = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        steps.append(step(model, **batch()))
+    assert rates == {0.3} and calls == 3 * PRODUCTS
+    assert steps[0][0] == steps[1][0] != steps[2][0]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(1)
+    assert_alike(step(model, **batch()), steps[0], 0)
+    rates.clear()
+    assert_alike(step(model.eval(), **batch()), step(before.eval(), **batch()))
+    assert rates == {0.0}
+
+
+def test_rates_of_dropout_that_differ_have_products_of_their_own(calls):
+    model, before, _ = both()
+    for each in (model, before):
+        block = each.base_model.model.model.layers[0]
+        block.mlp.up_proj.lora_dropout["default"] = nn.Dropout(0.5)
+    step(model, **batch())
+    assert calls == [*PRODUCTS[:2], *[["linear", 1]] * 3, *PRODUCTS[4:]]
+    assert_alike(step(model.eval(), **batch()), step(before.eval(), **batch()))
+
+
 def test_what_changes_later_is_seen_in_the_next_call(calls):
     model, before, applied = both()
     for each in (model, before):
         torch.manual_seed(7)
         each.add_adapter("second", peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=["lm_head"]))
         torch.manual_seed(8)
-        each.add_adapter("dropped", peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj", "down_proj"]))
+        each.add_adapter("other", peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "down_proj"]))
     twice = [[name, 2 * count] for name, count in PRODUCTS]
     for change, expected in (
         (lambda m: m.base_model.set_adapter("second"), PRODUCTS),
@@ -151,9 +186,9 @@ def test_what_changes_later_is_seen_in_the_next_call(calls):
         assert calls == expected
         assert not [row for row in applied.left if row.part != "norm"]
     for each in (model, before):
-        each.base_model.set_adapter("dropped")
+        each.base_model.set_adapter("other")
     changed = {row.name.rpartition(".")[2]: row.why for row in applied.left}
-    why = "its LoRA has dropout, which it applies to the hidden states of its own product alone"
+    why = "its LoRA is a variant, DoraLinearVariant"
     assert changed == dict.fromkeys(("q_proj", "self_attn", "down_proj"), f"changed since: {why}")
 
 

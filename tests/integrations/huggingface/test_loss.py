@@ -433,7 +433,7 @@ def test_two_loras_on_the_head():
     ("options", "why"),
     (
         ({"use_dora": True}, "its LoRA is a variant, DoraLinearVariant"),
-        ({"lora_dropout": 0.1}, "its LoRA has dropout, which it applies to the hidden states of its own product alone"),
+        ({"lora_dropout": 0.1}, "its LoRA has dropout, which the loss of a head has not"),
         ({"lora_bias": True}, "its LoRA is made of other than torch.nn.Linear without a bias"),
     ),
 )

@@ -56,7 +56,7 @@ def mlp_rows(applied):
 # ---- LoRA ----
 
 
-@pytest.mark.parametrize("options", ({"use_dora": True}, {"lora_dropout": 0.3}))
+@pytest.mark.parametrize("options", ({"use_dora": True}, {"lora_bias": True}))
 def test_other_adapters(options, calls):
     model = with_lora(made(tie_word_embeddings=False), **options)
     before = copy.deepcopy(model)

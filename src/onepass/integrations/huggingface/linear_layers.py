@@ -1,7 +1,8 @@
 """One linear layer of a model: torch's, Transformers' Conv1D, bitsandbytes' in four bits, or PEFT's LoRA around one of these.
 
 What a layer's LoRA is can change at any time, so each call looks. Plain adapters, one or several, are the op's; what else PEFT
-knows runs by its own code: variants such as DoRA, adapters by row, merged and disabled ones.
+knows runs by its own code: variants such as DoRA, adapters by row, merged and disabled ones. Dropout has a mask for each product,
+which layers that share it share, where PEFT draws one for each.
 """
 
 from __future__ import annotations
@@ -129,8 +130,9 @@ def lora_of(layer: Any) -> list[LoRA] | str:
             continue
         if name in layer.lora_variant:
             return f"its LoRA is a variant, {type(layer.lora_variant[name]).__name__}"
-        if type(modules["lora_dropout"]._modules[name]) is not nn.Identity:
-            return "its LoRA has dropout, which it applies to the hidden states of its own product alone"
+        dropout = modules["lora_dropout"]._modules[name]
+        if type(dropout) not in (nn.Identity, nn.Dropout) or hooked(dropout):
+            return f"its LoRA has a {type(dropout).__name__} of its own before it"
         a, b = _weight_of_part(in_a[name]), _weight_of_part(in_b[name])
         if a is None or b is None:
             return "its LoRA is made of other than torch.nn.Linear without a bias"
@@ -139,7 +141,10 @@ def lora_of(layer: Any) -> list[LoRA] | str:
                 return f"its LoRA's weights are of {type(weight).__name__}"
             if weight.dtype is not torch.float32 and weight.dtype is not (dtype := weight_of(base).dtype):
                 return f"its LoRA's weights are {weight.dtype} beside {dtype}"
-        adapters.append(LoRA(a, b, float(layer.scaling[name])))
+        rate = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+        if adapters and rate != adapters[0].dropout:
+            return "its active LoRAs have other rates of dropout"
+        adapters.append(LoRA(a, b, float(layer.scaling[name]), None, rate))
     return adapters
 
 

@@ -133,6 +133,8 @@ class LinearsMatch:
             if not is_linear(module) or hooked(module) or (bias_of(module) is not None) is not biased:
                 return False
             first += size
+        if any([adapter.dropout != adapters[0].dropout for adapter in adapters]):  # adapters of one product share the mask
+            return False
         if wrapped:
             self._found[thread()] = adapters
         return not self.frozen or ((self.whole is not None or torch.is_grad_enabled()) and not torch.compiler.is_compiling())

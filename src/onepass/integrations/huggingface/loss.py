@@ -267,6 +267,8 @@ def _lora_of_head(head: nn.Module) -> LoRA | str | None:
     adapters = lora_of(head)
     if isinstance(adapters, str) or is_conv1d(head.base_layer):  # type: ignore[arg-type]
         return adapters if isinstance(adapters, str) else "the layer that its LoRA wraps is no plain torch.nn.Linear"
+    if adapters and adapters[0].dropout:
+        return "its LoRA has dropout, which the loss of a head has not"
     if len(adapters) > 1:
         return f"it has {len(adapters)} active LoRAs: {', '.join(head.active_adapters)}"  # type: ignore[arg-type]
     return adapters[0] if adapters else None
