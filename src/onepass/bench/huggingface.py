@@ -134,7 +134,7 @@ def _wanted(args: argparse.Namespace, device: torch.device) -> list[ModelCase]:
     wanted = [case for case in known if args.case is None or args.case.lower() in case.name.lower()]
     if not wanted:
         raise CommandError(f"--case {args.case!r} names none; there are {', '.join(case.name for case in known)}")
-    return wanted
+    return [case for case in wanted if case.name == args.case] or wanted
 
 
 def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: float) -> ModelResult | None:
