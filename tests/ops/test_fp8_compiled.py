@@ -76,9 +76,8 @@ def alike(ours, theirs, least):
 def test_compiled_calls_are_uncompiled_ones(recipe, backend, main_grad):
     with onepass.use_backend(backend):
         plain = steps(block, parameters(main_grad=main_grad), recipe)
-        # the graph is the same, in a tenth of the time; of formulas in Inductor a test below has the codes too
-        compiler = "inductor" if recipe is RECIPES["delayed"] and main_grad and backend == "triton" else "aot_eager"
-        compiled = steps(torch.compile(block, fullgraph=True, backend=compiler), parameters(main_grad=main_grad), recipe)
+        call = torch.compile(block, fullgraph=True, backend="aot_eager")  # the graph is Inductor's too, in a tenth of the time
+        compiled = steps(call, parameters(main_grad=main_grad), recipe)
     # a compiler leaves out the rounding of h to 16 bits between formulas: some codes are the next ones
     assert not alike(compiled, plain, 36 if backend == "triton" else 24)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -86,7 +85,8 @@ def test_compiled_calls_are_uncompiled_ones(recipe, backend, main_grad):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_in_fp32_codes_and_scales_are_those_of_uncompiled_calls(backend):
-    plain, compiled = parameters(torch.float32), parameters(torch.float32)
+    """In Inductor; by kernels with main_grad."""
+    plain, compiled = (parameters(torch.float32, main_grad=backend == "triton") for _ in range(2))
     recipe = RECIPES["delayed"]
     with onepass.use_backend(backend):
         expected = steps(block, plain, recipe, dtype=torch.float32)
@@ -127,8 +127,7 @@ def test_a_checkpointed_block(backend):
 
     with onepass.use_backend(backend):
         plain = steps(block, parameters(), RECIPES["delayed"])
-        compiler = "inductor" if backend == "triton" else "aot_eager"
-        call = torch.compile(checkpointed, fullgraph=True, backend=compiler)
+        call = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
         assert not alike(steps(call, parameters(), RECIPES["delayed"]), plain, 24)
 
 
@@ -151,7 +150,7 @@ def test_a_weight_that_the_graph_makes(recipe):
 def test_an_update_between_forward_and_backward_raises():
     p = parameters()
     x = torch.randn(20, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    y = torch.compile(block, fullgraph=True)(x, p, RECIPES["delayed"])
+    y = torch.compile(block, fullgraph=True, backend="aot_eager")(x, p, RECIPES["delayed"])
     with torch.no_grad():
         p["down"].mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must not be updated"):
@@ -162,7 +161,8 @@ def test_under_autocast():
     p = {name: torch.nn.Parameter(each.detach().float()) for name, each in parameters().items()}
     x = torch.randn(20, 64, device=DEVICE)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        plain, compiled = block(x, p, RECIPES["delayed"]), torch.compile(block, fullgraph=True)(x, p, RECIPES["delayed"])
+        plain = block(x, p, RECIPES["delayed"])
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")(x, p, RECIPES["delayed"])
     assert plain.dtype is compiled.dtype is torch.bfloat16
     assert decibels(compiled, plain) > 28
 

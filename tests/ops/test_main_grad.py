@@ -227,11 +227,11 @@ def test_a_launch_that_fails_leaves_main_grad_and_flags_as_they_were(sample, mon
     assert equal(before, [*call.main_grads().values()])
 
 
-INDUCTOR = "layer_norm: residual", "norm_linear: all outputs", "bias_activation"  # each of which takes seconds
+INDUCTOR = "norm_linear: all outputs"  # has a product, and vectors of all kinds. Each takes seconds
 
 
 @by_both
-@pytest.mark.parametrize(("sample", "how"), [*((s, "aot_eager") for s in SAMPLES), *((s, "inductor") for s in INDUCTOR)])
+@pytest.mark.parametrize(("sample", "how"), [*((sample, "aot_eager") for sample in SAMPLES), (INDUCTOR, "inductor")])
 def test_compiled(sample, how, backend):
     """The same sums, flags and placeholders. A pass that asks for something else raises, and writes nothing."""
     call = Call(sample, backend)
