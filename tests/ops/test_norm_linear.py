@@ -2,76 +2,49 @@
 
 import pytest
 import torch
-from ops.calls import backends, gradients, needs_triton, outputs, relative
-from ops.norm_linear_calls import NAMES, USES, kinds, op, tensors
-from ops.oracle import BF16, DEVICE, FP16, FP32
+from ops.calls import backends, gradients, needs_triton
+from ops.norm_linear_calls import kinds, op, report_of, tensors
+from ops.oracle import BF16, FP16, FP32
 from torch.nn import functional as F
 
 import onepass
 import onepass.ops.norm.norm_linear as module
 from onepass.ops.norm import few_rows, kernels, norm_rows
 from onepass.product import function, product
-from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import saved_tensors, unchanged
 
+uses = pytest.mark.parametrize("used", (("y",), ("norm",), ("y", "norm")), ids=" and ".join)
 biases = pytest.mark.parametrize("with_bias", (True, False), ids=("bias", ""))
 
 
 # ---- what it computes ----
 
 
-def used(call, uses):
-    """The op with y, norm(x) or both as what is returned."""
-    pick = {"y": slice(0, 1), "norm": slice(1, 2), "both": slice(0, 2)}[uses]
-    return lambda *inputs: outputs(call(*inputs))[pick]
-
-
-def report_of(function, dtype, layer, with_bias, centered, uses, params=None, lead=(3, 11), backend="torch"):
-    """Ours against the formula in fp64; the baseline is the same formula in the inputs' own types."""
-    given = dict(zip(NAMES, tensors(lead, 70, 48, dtype, layer, with_bias, params), strict=True))
-    if uses == "norm":
-        del given["weight"], given["bias"]  # no gradient reaches these
-    plain = tensors(lead, 70, 48, dtype, layer, with_bias, params)[2:4]
-    shapes = {"y": (*lead, 48), "norm": (*lead, 70)}
-    dys = [torch.randn(shapes[name], device=DEVICE).to(dtype) for name in (("y", "norm") if uses == "both" else (uses,))]
-
-    def of(f, **options):
-        call = used(op(layer, f, zero_centered_gamma=centered, return_norm_output=True, eps=1e-5, **options), uses)
-        if uses != "norm":
-            return call
-        return lambda x, nw, nb: call(x, nw, plain[0].to(x.dtype), plain[1] if with_bias is False else plain[1].to(x.dtype), nb)
-
-    reference = of(module.norm_linear_reference)
-    ours, exact = run(of(function, backend=backend), given, dys), run(reference, given, dys, torch.float64)
-    if dtype is FP32:
-        return {name: relative(ours[name], exact[name]) for name in exact}
-    return compare([(ours, run(reference, given, dys), exact)], dtype)
-
-
 @backends
 @kinds
 @biases
-@pytest.mark.parametrize("uses", USES)
+@uses
 @pytest.mark.parametrize("centered", (False, True), ids=("", "centered"))
-def test_values_and_gradients_in_fp32(backend, layer, with_bias, uses, centered):
-    errors = report_of(None, FP32, layer, with_bias, centered, uses, backend=backend)
+def test_values_and_gradients_in_fp32(backend, layer, with_bias, used, centered):
+    errors = report_of(None, FP32, layer, used, backend=backend, centered=centered, with_bias=with_bias)
     assert all(error <= 1e-6 for error in errors.values()), errors
 
 
 @backends
 @kinds
-@pytest.mark.parametrize("uses", USES)
+@uses
 @pytest.mark.parametrize("params", (BF16, FP32), ids=("", "wide norm"))
-def test_values_and_gradients_in_bf16(backend, layer, uses, params):
-    report = report_of(None, BF16, layer, uses != "y", uses == "both", uses, params, lead=(4, 64), backend=backend)
+def test_values_and_gradients_in_bf16(backend, layer, used, params):
+    some = {"with_bias": used != ("y",), "centered": len(used) == 2, "params": params}
+    report = report_of(None, BF16, layer, used, lead=(4, 64), backend=backend, **some)
     assert report, report
 
 
 @backends
 @kinds
 def test_values_and_gradients_in_fp16(backend, layer):
-    report = report_of(None, FP16, layer, True, False, "both", lead=(4, 64), backend=backend)
+    report = report_of(None, FP16, layer, ("y", "norm"), lead=(4, 64), backend=backend)
     assert report, report
 
 
@@ -216,7 +189,7 @@ def test_a_broken_copy_is_caught(name):
     *change, by = MUTANTS[name]
     broken = mutate(*change, entry=module).norm_linear
     if by == "values":
-        errors = report_of(broken, FP32, True, True, False, "both", backend="triton")
+        errors = report_of(broken, FP32, True, ("y", "norm"), backend="triton")
         assert any(error > 1e-6 for error in errors.values())
         return
     y = op(True, broken, backend="triton", return_norm_output=True)(*tensors((1025,)))[1]  # of fewer rows dy is never written

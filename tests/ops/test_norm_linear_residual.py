@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops.calls import Operators, backends, equal, gradients, incoming, nearly_equal, needs_triton, relative
-from ops.norm_linear_calls import NAMES, kinds, op, tensors
+from ops.norm_linear_calls import RETURN, given, kinds, op, report_of, tensors
 from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
@@ -12,65 +12,19 @@ from onepass.ops.norm import norm_rows
 from onepass.parallel import DeferredWgrad
 from onepass.product import function
 from onepass.runtime import backend as registry
-from onepass.testing.budget import compare, run
 from onepass.testing.mutants import mutate
 from onepass.testing.poison import saved_tensors
 
-ALL = (*NAMES, "residual")
 ways = pytest.mark.parametrize("added", (True, False), ids=("residual", "input"))
-RETURN = ("y", "norm", "h")  # with everything asked for, in this order
 USES = (("y",), ("h",), ("y", "h"), ("norm", "h"), RETURN)
 uses = pytest.mark.parametrize("used", USES, ids=" and ".join)
-
-
-def given(lead=(3, 5), K=40, N=24, dtype=FP32, layer=True, added=True, residual_type=None, **options):
-    """The arguments of `op`: those of norm_linear without a residual, and a residual."""
-    residual = torch.randn(*lead, K, device=DEVICE).to(residual_type or dtype).requires_grad_()
-    return [*tensors(lead, K, N, dtype, layer, **options), residual if added else None]
 
 
 def everything(layer=True, function=None, **options):
     return op(layer, function, return_norm_output=True, return_input=True, **options)
 
 
-def picked(call, used):
-    """The call with what is `used` of what it returns."""
-    return lambda *inputs: tuple(t for name, t in zip(RETURN, call(*inputs), strict=True) if name in used)
-
-
 # ---- what it computes ----
-
-
-def report_of(function, dtype, layer, added, used, lead=(3, 11), residual_type=None, backend="torch"):
-    """Ours against the formula in fp64; the baseline is the same formula in the inputs' own types."""
-    inputs = dict(zip(ALL, given(lead, 70, 48, dtype, layer, added, residual_type), strict=True))
-    rest = {name: inputs.pop(name) for name in ALL[1:] if not reached(name, used)}  # no gradient is theirs
-    shapes = {"y": (*lead, 48), "norm": (*lead, 70), "h": (*lead, 70)}
-    dys = [torch.randn(shapes[name], device=DEVICE).to(dtype) for name in RETURN if name in used]
-
-    def of(f, **options):
-        call = picked(everything(layer, f, eps=1e-5, **options), used)
-
-        def with_rest(*tensors):
-            others = {name: None if t is None else t.detach().to(tensors[0].dtype) for name, t in rest.items()}
-            all_of_them = dict(zip(inputs, tensors, strict=True)) | others
-            return call(*(all_of_them[name] for name in ALL))
-
-        return with_rest
-
-    reference = of(module.norm_linear_reference, stored=dtype)
-    ours, exact = run(of(function, backend=backend), inputs, dys), run(reference, inputs, dys, torch.float64)
-    for name in ("x", "residual"):
-        assert inputs[name] is None or ours[f"d{name}"].dtype == inputs[name].dtype
-    if dtype is FP32:
-        return {name: relative(ours[name], exact[name]) for name in exact}
-    return compare([(ours, run(reference, inputs, dys), exact)], dtype)
-
-
-def reached(name, used):
-    if name in ("weight", "bias"):
-        return "y" in used
-    return name not in ("norm_weight", "norm_bias") or "y" in used or "norm" in used
 
 
 @backends
@@ -78,7 +32,7 @@ def reached(name, used):
 @ways
 @uses
 def test_values_and_gradients_in_fp32(backend, layer, added, used):
-    errors = report_of(None, FP32, layer, added, used, backend=backend)
+    errors = report_of(None, FP32, layer, used, added, backend=backend)
     assert all(error <= 1e-6 for error in errors.values()), errors
 
 
@@ -87,14 +41,14 @@ def test_values_and_gradients_in_fp32(backend, layer, added, used):
 @ways
 @uses
 def test_values_and_gradients_in_bf16(backend, layer, added, used):
-    report = report_of(None, BF16, layer, added, used, lead=(4, 64), backend=backend)
+    report = report_of(None, BF16, layer, used, added, (4, 64), backend)
     assert report, report
 
 
 @backends
 @pytest.mark.parametrize(("dtype", "residual_type"), ((FP32, BF16), (BF16, FP32)), ids=("wide x", "wide residual"))
 def test_a_residual_of_another_type(backend, dtype, residual_type):
-    report = report_of(None, dtype, True, True, RETURN, (4, 64), residual_type, backend)
+    report = report_of(None, dtype, True, RETURN, True, (4, 64), backend, residual_type)
     if dtype is FP32:  # but for the residual's gradient, rounded to its type
         assert report.pop("dresidual") <= 4e-3 and all(error <= 1e-6 for error in report.values()), report
     else:
@@ -287,12 +241,12 @@ def test_a_broken_copy_is_caught(name):
     *change, used = MUTANTS[name]
     broken = mutate(*change, entry=module).norm_linear
     if used == "wide residual":
-        report = report_of(broken, BF16, True, True, RETURN, (4, 260), FP32, "triton")  # of fewer rows it is never written
+        report = report_of(broken, BF16, True, RETURN, True, (4, 260), "triton", FP32)  # of fewer rows it is never written
         assert not report
         return
     if used == ("h",):
         with pytest.raises(RuntimeError, match="not have been used"):
-            report_of(broken, FP32, True, True, used, backend="triton")
+            report_of(broken, FP32, True, used, True, backend="triton")
         return
-    errors = report_of(broken, FP32, True, True, used, backend="triton")
+    errors = report_of(broken, FP32, True, used, True, backend="triton")
     assert any(not error <= 1e-6 for error in errors.values()), errors
