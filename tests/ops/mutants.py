@@ -11,8 +11,8 @@ def mutant_tests(module, mutants, cases, judge_case, passing=None, errors=ERRORS
     """Return two tests: each mutant fails one of the cases, and a copy of the package without a change passes those of `passing`.
 
     A mutant's row has what `mutate` takes. What follows there is handed to `cases`, which returns those to try, in order. Or
-    `cases` is a list, and the row ends with the place there of the cheapest case that catches the mutant: it goes first. Raising
-    counts as failing.
+    `cases` is a list, and the row may end with the place there of the cheapest case that catches the mutant: it goes first.
+    Raising counts as failing.
     """
 
     @pytest.mark.parametrize("name", mutants)
