@@ -587,9 +587,6 @@ def measured_elsewhere(others):
     """The rows of the headline that other GPUs have."""
     for other in others:
         steps, head = other / "scripts" / "gpt_fp8_1B.json", other / "linear_cross_entropy.json"
-        if (lora := other / "scripts" / "lora.json").exists():
-            title = "Fine-tuning step, LoRA on Llama 8B, Hugging Face, 2 x 2048 tokens"
-            yield huggingface_headline(f"{title} ({other.name.upper()})", lora, "lora_8b 2x2048")
         if steps.exists():
             yield fp8_headline("Training step, Llama 1B in eight bits, 4 x 4096 tokens", steps)
         if head.exists():
