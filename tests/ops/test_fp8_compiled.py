@@ -70,10 +70,10 @@ def alike(ours, theirs, least):
     return [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if decibels(a, b) < least]
 
 
-@recipes
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("main_grad", (False, True), ids=("grad", "main_grad"))
-def test_compiled_calls_are_uncompiled_ones(recipe, backend, main_grad):
+@pytest.mark.parametrize(("name", "main_grad"), [*((name, False) for name in RECIPES), ("delayed", True), ("16-bit wgrad", True)])
+def test_compiled_calls_are_uncompiled_ones(name, main_grad, backend):
+    recipe = RECIPES[name]
     with onepass.use_backend(backend):
         plain = steps(block, parameters(main_grad=main_grad), recipe)
         call = torch.compile(block, fullgraph=True, backend="aot_eager")  # the graph is Inductor's too, in a tenth of the time
