@@ -17,7 +17,7 @@ EXPERTS = {"num_moe_experts": 3, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff":
 def configured(ranks, reference=False, packed=False, **options):
     """Return a case's Config for this number of tensor-parallel ranks."""
     options |= {"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1 and options.get("sequence_parallel", False)}
-    config = Config(**SHAPE, **options)
+    config = Config(**SHAPE | options)
     return config.reference() if reference else config
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from onepass.gpt.config import Config
 from onepass.gpt.moe import MoE
 from onepass.gpt.packing import nan_if_wrong, visible_keys
-from onepass.gpt.parts import Initializer, PlainMLP, Residual, make_norm
+from onepass.gpt.parts import Initializer, PlainMLP, Residual, lora_of, make_norm
 from onepass.gpt.positions import Tables, rotated
 from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
             mixed = checkpoint(self.mixed, qkv, tables, boundaries, use_reentrant=False, preserve_rng_state=dropout)
         else:
             mixed = self.mixed(qkv, tables, boundaries)
-        return self.linear_proj(mixed)  # type: ignore[no-any-return]
+        return self.linear_proj(mixed, lora=lora_of(self.linear_proj))  # type: ignore[no-any-return]
 
     def mixed(self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None) -> Tensor:
         """Return the attention output of this rank's heads. It has qkv's shape, except for the last dimension."""
@@ -174,7 +174,8 @@ class Block(nn.Module):
             y, aux_loss = self.mlp(normed)
             return *self.residual.give(h, (y, None), self.training), aux_loss
         up, h = self.residual.take(h, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
-        return *self.residual.give(h, self.mlp.rest(*up), self.training), None
+        y = self.mlp.rest(*up, lora=lora_of(self.mlp.linear_fc2))
+        return *self.residual.give(h, y, self.training), None
 
 
 def make_mlp(config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> MLP:

@@ -36,8 +36,10 @@ class Config(ConfigFields):
         depths = self.mtp_layers * self._depth_count(self.num_moe_experts or 1)
         return self._embedding_count() + blocks + depths + self._norm_count() + head
 
-    def flops_per_token(self, sequence: float) -> float:
+    def flops_per_token(self, sequence: float, *, frozen: bool = False) -> float:
         """Return a token's FLOPs in forward and backward: 6 per parameter in use, plus causal attention.
+
+        `frozen`: the weights get no gradients, which leaves 4 per parameter. Adapters are not counted.
 
         `sequence` is how many tokens see each other. Where sequences or documents differ, it is the average over the tokens.
 
@@ -48,7 +50,8 @@ class Config(ConfigFields):
         experts, depths = self.moe_router_topk if self.num_moe_experts else 1, self.mtp_num_layers or 0
         in_use = self.num_layers * self._block_count(experts) + depths * self._depth_count(experts)
         in_use += self._norm_count() + (1 + depths) * self.vocab_size * self.hidden_size
-        return 6.0 * in_use + 6.0 * (self.num_layers + depths) * self.num_attention_heads * self.head_size * sequence
+        in_attention = (self.num_layers + depths) * self.num_attention_heads * self.head_size * sequence
+        return (4.0 if frozen else 6.0) * in_use + 6.0 * in_attention
 
     def _embedding_count(self) -> int:
         positions = self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else 0

@@ -43,10 +43,14 @@ class Initializer:
     def __call__(self, weight: Tensor) -> None:
         if weight.is_meta:
             return
-        digest = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "little") >> 1)
         drawn = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-        weight.copy_(drawn.normal_(0.0, self.std, generator=generator))
+        weight.copy_(drawn.normal_(0.0, self.std, generator=self.generator(weight.device)))
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return a generator of this weight's random numbers."""
+        digest = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
 
 Norm = LayerNorm | RMSNorm
 
@@ -69,6 +73,15 @@ class WholeWeight(MarkedParameters):
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.start(self.weight)
+
+
+# ---- a linear layer's adapters (gpt/lora.py) ----
+
+
+def lora_of(linear: nn.Module) -> Adapters:
+    """Return the adapters that `onepass.gpt.add_adapters` has given a layer."""
+    adapters: Any = linear._modules.get("adapters")
+    return None if adapters is None else [adapter.lora() for adapter in adapters.values()]
 
 
 # ---- norms (norm_fusion) ----
@@ -187,7 +200,7 @@ class Residual:
         if self.config.norm_linear_fusion:
             return self._at_once(h, pending, norm, linear)
         normed, h = self.normed(h, pending, norm)
-        return linear(normed), h
+        return linear(normed, lora=lora_of(linear)), h
 
     def _at_once(
         self, h: Tensor, pending: Tensor | None, norm: Norm, linear: ColumnParallelLinear
@@ -206,6 +219,7 @@ class Residual:
             return_input=True,
             deferred=linear.deferred,
             precision=linear.precision,
+            lora=lora_of(linear),
             **self.spread,
         )
         return (y, bias if linear.skip_bias_add else None), h

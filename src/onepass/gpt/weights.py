@@ -25,7 +25,25 @@ from onepass.runtime.regular_file import read_regular
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _MOST_POSITIONS = 1 << 24
-_LONGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors has 10 MB
+LONGEST_JSON = 64 << 20  # bytes; an index of 100,000 tensors has 10 MB
+
+
+# The linear layers of a block, by the kind of model, and Hugging Face's layers that each consists of.
+LINEARS: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt2": {
+        "self_attention.linear_qkv": ("attn.c_attn",),
+        "self_attention.linear_proj": ("attn.c_proj",),
+        "mlp.linear_fc1": ("mlp.c_fc",),
+        "mlp.linear_fc2": ("mlp.c_proj",),
+    },
+    "llama": {
+        "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attention.linear_proj": ("self_attn.o_proj",),
+        "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.linear_fc2": ("mlp.down_proj",),
+    },
+}
+BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}  # the name of Hugging Face's list of blocks
 
 
 class Entry(NamedTuple):
@@ -44,13 +62,10 @@ def entries(config: Config, kind: str) -> Iterator[Entry]:
 def _gpt2(config: Config) -> Iterator[Entry]:
     yield Entry("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
-    parts = {
-        "input_layernorm": "ln_1", "self_attention.linear_qkv": "attn.c_attn", "self_attention.linear_proj": "attn.c_proj",
-        "pre_mlp_layernorm": "ln_2", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj",
-    }  # fmt: skip
+    parts = {"input_layernorm": ("ln_1",), "pre_mlp_layernorm": ("ln_2",), **LINEARS["gpt2"]}
     for layer in range(config.num_layers):
-        for ours, theirs in parts.items():
-            at = f"layers.{layer}.{ours}", f"transformer.h.{layer}.{theirs}"
+        for ours, (theirs,) in parts.items():
+            at = f"layers.{layer}.{ours}", f"{BLOCKS['gpt2']}.{layer}.{theirs}"
             yield Entry(f"{at[0]}.weight", (f"{at[1]}.weight",), "linear" in ours)
             yield Entry(f"{at[0]}.bias", (f"{at[1]}.bias",))
     for name in ("weight", "bias"):
@@ -61,19 +76,14 @@ def _gpt2(config: Config) -> Iterator[Entry]:
 
 def _llama(config: Config) -> Iterator[Entry]:
     yield Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    linears = {
-        "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "self_attention.linear_proj": ("self_attn.o_proj",),
-        "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.linear_fc2": ("mlp.down_proj",),
-    }
     norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
     for layer in range(config.num_layers):
+        at = f"{BLOCKS['llama']}.{layer}"
         for ours, theirs in norms.items():
-            yield Entry(f"layers.{layer}.{ours}.weight", (f"model.layers.{layer}.{theirs}.weight",))
-        for ours, several in linears.items():
+            yield Entry(f"layers.{layer}.{ours}.weight", (f"{at}.{theirs}.weight",))
+        for ours, several in LINEARS["llama"].items():
             for name in ("weight", "bias") if config.add_bias_linear else ("weight",):
-                yield Entry(f"layers.{layer}.{ours}.{name}", tuple(f"model.layers.{layer}.{each}.{name}" for each in several))
+                yield Entry(f"layers.{layer}.{ours}.{name}", tuple(f"{at}.{each}.{name}" for each in several))
     yield Entry("final_layernorm.weight", ("model.norm.weight",))
     if not config.tied:
         yield Entry("output_layer.weight", ("lm_head.weight",))
@@ -98,7 +108,7 @@ def load_huggingface(
         changes: fields of the configuration to change, such as ``params_dtype="bf16"`` or the fusions.
     """
     folder = Path(folder)
-    theirs = _read_config(folder)
+    theirs = read_config(folder)
     config, kind = config_of(theirs).replace(**changes), str(theirs["model_type"])
     files = _Files(folder, kind)
     if config.parameters_count() > files.size:  # before a model of that size is created
@@ -118,7 +128,8 @@ def load_huggingface(
     return config, model
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of a folder's config.json."""
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"folder must hold {_CONFIG}, but {folder} does not")
@@ -127,8 +138,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise ValueError if it is another thing, or too large."""
-    if path.stat().st_size > _LONGEST_JSON:
-        raise ValueError(f"{path} must be of at most {_LONGEST_JSON} bytes, but is of {path.stat().st_size}")
+    if path.stat().st_size > LONGEST_JSON:
+        raise ValueError(f"{path} must be of at most {LONGEST_JSON} bytes, but is of {path.stat().st_size}")
     try:
         parsed = json.loads(read_regular(path).decode())
     except (ValueError, RecursionError) as error:
@@ -226,14 +237,15 @@ class _Files:
 
 
 def _opened(path: Path) -> Any:
-    safetensors = _safetensors()
+    safetensors = import_safetensors()
     try:
         return safetensors.safe_open(path, framework="pt")
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} must be a safetensors file, but is not: {error}") from None
 
 
-def _safetensors() -> Any:
+def import_safetensors() -> Any:
+    """Return the package, with its part for PyTorch."""
     try:
         import safetensors
         import safetensors.torch
@@ -257,7 +269,7 @@ def save_huggingface(model: Model, folder: str | Path, *, shard_bytes: int = 5 <
     theirs = their_config(model.config)
     if model.config.tensor_model_parallel_size > 1 or len(model.layers) < model.config.num_layers:
         raise ValueError("model must be whole, but is divided over ranks or stages: load its checkpoint on one rank first")
-    save_file = _safetensors().torch.save_file
+    save_file = import_safetensors().torch.save_file
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     homes = _homes(model)

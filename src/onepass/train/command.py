@@ -16,11 +16,15 @@ from rich.console import Console
 from rich.text import Text
 
 from onepass.gpt import PRESETS, Config
+from onepass.gpt.huggingface import config_of, their_config
+from onepass.gpt.lora import check_modules
 from onepass.gpt.settings import Flag, nearest, read_yaml
+from onepass.gpt.weights import read_config
 from onepass.profiling.units import counted
 from onepass.runtime.errors import CommandError, install_hint
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.train import checkpoint, stages, text
+from onepass.train.checkpoint.compatibility import facts_of
 from onepass.train.files import check_links
 from onepass.train.foreign_flags import in_place_of
 from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
@@ -33,7 +37,7 @@ from onepass.train.samples import TextSample
 from onepass.train.table import Variant, compare, each_off, table, table_of_fusions
 from onepass.train.threads import CpuThreads
 
-_NEEDED = {name: name for name in ("numpy", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
+_NEEDED = {name: name for name in ("numpy", "safetensors", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
 _PERSIST = "persist_layer_norm changes nothing: norms are onepass's, and PyTorch's with --no-norm-fusion. "
 
@@ -62,7 +66,8 @@ def _add(group: Any, flag: Flag) -> None:
         group.add_argument(flag.on, dest=flag.field, action="store_true", default=argparse.SUPPRESS, help=about)
         group.add_argument(flag.off, dest=flag.field, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     elif flag.type is tuple:
-        group.add_argument(flag.on, dest=flag.field, nargs="+", metavar="PATH", default=argparse.SUPPRESS, help=about)
+        named = "PATH" if flag.field == "data" else "NAME"
+        group.add_argument(flag.on, dest=flag.field, nargs="+", metavar=named, default=argparse.SUPPRESS, help=about)
     else:
         kind = flag.type.__name__.upper()
         group.add_argument(
@@ -130,19 +135,34 @@ def _settings(args: argparse.Namespace, device: torch.device, resume: Path | Non
     preset = args.preset or "tiny"
     written = args.config if args.config or resume is None else checkpoint.run_of(resume) / "config.yaml"
     names = {*Config.names(), *Options.names()}
-    values: dict[str, Any] = {} if written and not args.preset else {**PRESETS[preset], **TRAINING[preset]}
-    if written is None and device.type == "cuda":
-        values = {"params_dtype": "bf16", "log_interval": 10} | values
+    given: dict[str, Any] = {}
     if written is not None:
         ours = _from_file(written, names, pipe=args.config is not None and ranks_there() == 1)
-        values |= ours if resume is None else checkpoint.renamed(resume, ours)
-    values |= {name: value for name, value in vars(args).items() if name in names}
+        given |= ours if resume is None else checkpoint.renamed(resume, ours)
+    given |= {name: value for name, value in vars(args).items() if name in names}
+    if given.get("load_hf") is not None:
+        if args.preset:
+            raise CommandError(f"--preset must not be given with --load-hf, whose folder has the model, but is {preset!r}")
+        values = _config_of_folder(given["load_hf"]).to_dict()
+    else:
+        values = {} if written and not args.preset else {**PRESETS[preset], **TRAINING[preset]}
+    if written is None and device.type == "cuda":
+        values = {"params_dtype": "bf16", "log_interval": 10} | values
+    values |= given
     if values.get("pipeline_model_parallel_size", 1) != 1:  # embedding and output layer are in different stages
         values.setdefault("untie_embeddings_and_output_weights", True)
     try:
         return tuple(kind.from_dict({k: v for k, v in values.items() if k in kind.names()}) for kind in (Config, Options))  # type: ignore[return-value]
     except ValueError as error:
         raise CommandError(str(error)) from None
+
+
+def _config_of_folder(folder: object) -> Config:
+    """Return the configuration of --load-hf's model."""
+    try:
+        return config_of(read_config(Path(str(folder))))
+    except (ValueError, FileNotFoundError) as error:
+        raise CommandError(f"--load-hf {folder}: {error}") from None
 
 
 def _from_file(path: Path, names: set[str], pipe: bool) -> dict[str, Any]:
@@ -164,7 +184,9 @@ def _from_file(path: Path, names: set[str], pipe: bool) -> dict[str, Any]:
 def _check(config: Config, options: Options, device: torch.device) -> None:
     """Raise CommandError for missing text files, and for settings of model and training that contradict each other."""
     text.find_files(options.data)
-    if config.vocab_size < text.SMALLEST:
+    if options.load_hf is not None:
+        _check_folder_model(options.load_hf, config)
+    elif config.vocab_size < text.SMALLEST:
         raise CommandError(
             f"--vocab-size must be at least {text.SMALLEST}, the bytes and the end of a text, but is {config.vocab_size}"
         )
@@ -181,9 +203,28 @@ def _check(config: Config, options: Options, device: torch.device) -> None:
         raise CommandError("use_fsdp must be false with one data-parallel rank, which shares nothing, but is true")
     if options.cuda_graphs and device.type != "cuda":
         raise CommandError("cuda_graphs must be false on a CPU, but is true")
+    if options.lora_rank is not None:
+        _check_adapters(config, options)
     if config.fp8_format is not None:
         _check_fp8(config, options, device)
     _check_memory(config, options, device, data)
+
+
+def _check_folder_model(folder: str, config: Config) -> None:
+    """Raise CommandError where --load-hf's folder has another model than the settings, or no tokenizer that goes with it."""
+    theirs, ours = facts_of(_config_of_folder(folder)), facts_of(config)
+    for name in {**theirs, **ours}:
+        if theirs.get(name) != ours.get(name):
+            raise CommandError(f"{name} must be {theirs.get(name)!r}, as in --load-hf {folder}, but is {ours.get(name)!r}")
+    text.folder_tokenizer(Path(folder), config.vocab_size)
+
+
+def _check_adapters(config: Config, options: Options) -> None:
+    """Raise CommandError for a model that can't have adapters."""
+    try:
+        check_modules(options.lora_modules, their_config(config)["model_type"], "lora_modules")
+    except ValueError as error:
+        raise CommandError(f"lora_rank {options.lora_rank}: {error}") from None
 
 
 def _check_fp8(config: Config, options: Options, device: torch.device) -> None:
@@ -342,7 +383,7 @@ def _say_where(folder: Path, lines: list[Line], curves: dict[str, list[Line]], c
         if apart:
             console.print(f"The two losses are at most {max(apart):.2g} apart.", soft_wrap=True)
     first, last = lines[0], lines[-1]
-    files = [name for name in ("log.csv", "loss.png", "samples.txt") if (folder / name).exists()]
+    files = [name for name in ("log.csv", "loss.png", "samples.txt", "adapter") if (folder / name).exists()]
     console.print(
         f"\nThe loss went from {first.loss:.3f} to {last.loss:.3f} in {last.seconds:.0f} s{_held_out(lines)}. "
         f"{folder} has {', '.join(files)} and the checkpoints",

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from onepass.gpt import Config
+from onepass.gpt.lora import adapter_files
 from onepass.gpt.settings import written_yaml
 from onepass.train import checkpoint, stages, text
 from onepass.train.batches import Batches
@@ -88,13 +89,14 @@ class TrainRun:
         """
         layout, options = self.layout, self.options
         peak = MatrixPeak(layout.device, self.config.dtype) if layout.first else None
-        flops = self.config.flops_per_token(options.seq_length)
+        frozen = options.lora_rank is not None
+        flops = self.config.flops_per_token(options.seq_length, frozen=frozen)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
             before = layout.on_first(lambda: [] if self.resume is None else read_log(self.folder / "log.csv"))
             self.tokens = self._text()
             if isinstance(batches := self.batches(), PackedBatches):
                 self.live.say(batches.summary())
-                self.live.flops = self.config.flops_per_token(batches.mean_span)
+                self.live.flops = self.config.flops_per_token(batches.mean_span, frozen=frozen)
             self.trained = make(self.config, options, layout, self.plain, self.live.say)
             verify = options.verify_checksums
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
@@ -122,9 +124,10 @@ class TrainRun:
 
         def prepare() -> None:
             options, keep = self.options, self.plain or self.resume is not None
+            given = None if options.load_hf is None else text.folder_tokenizer(Path(options.load_hf), self.config.vocab_size)
             text.prepare(
                 self._tokens, options.data, self.config.vocab_size, options.seq_length, self.live.told,
-                keep=keep, verify=options.verify_checksums,
+                keep=keep, verify=options.verify_checksums, given=given,
             )  # fmt: skip
 
         self.layout.on_first(prepare)
@@ -178,6 +181,7 @@ class TrainRun:
                     self.folder / "checkpoints", done, self.trained, self.config, options, self.layout,
                     vocabulary=self.tokens.vocabulary,
                 )  # fmt: skip
+                self._save_adapter()
                 self._save_by_time(time.monotonic() - began)
                 self._restart_clock(done)
             if stop:
@@ -185,6 +189,20 @@ class TrainRun:
         self.stopped, _ = self._requests()  # also what came while the last step was saved
         if self.stopped:
             self.live.say(f"stopped after step {done}" + ("" if self.plain else f"; go on with --resume {self.folder}"))
+
+    def _save_adapter(self) -> None:
+        """Write a LoRA run's adapters as PEFT's folder. All ranks of the model gather them."""
+        if self.trained.adapters is None or self.plain:
+            return
+        model: Any = self.trained.model
+        files = adapter_files(model, self.options.load_hf)
+
+        def write_files() -> None:
+            (self.folder / "adapter").mkdir(exist_ok=True)
+            for name, data in files.items():
+                write_atomically(self.folder / "adapter" / name, data)
+
+        self.layout.on_first(write_files)
 
     def _restart_clock(self, done: int) -> None:
         """Restart the throughput measurement. Time before this call was not training, or is logged already."""

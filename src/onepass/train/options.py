@@ -19,6 +19,15 @@ class Options(Settings):
     seq_length: int = setting(128, "tokens of a sequence")
     pack: bool = setting(False, "fill sequences with documents, each of which sees itself only; off: with parts of the text")
 
+    # ---- weights to begin with, and which of them train ----
+    load_hf: str | None = setting(None, "a GPT-2's or Llama's Hugging Face folder: begin with its model, weights and tokenizer")
+    lora_rank: int | None = setting(None, "freeze the weights, and train LoRA adapters of this rank beside them")
+    lora_alpha: float = setting(32.0, "adapters are multiplied by lora_alpha / lora_rank")
+    lora_modules: tuple[str, ...] = setting(
+        ("all-linear",), "Hugging Face's linear layers that have adapters, such as q_proj v_proj; all-linear is all but the head"
+    )
+    lora_use_rslora: bool = setting(False, "multiply adapters by lora_alpha / sqrt(lora_rank)")
+
     # ---- steps ----
     micro_batch_size: int = setting(16, "sequences of a forward and backward on one rank")
     global_batch_size: int | None = setting(None, "sequences of a step on all ranks; one micro batch on each")
@@ -63,8 +72,8 @@ class Options(Settings):
         for name, value in self.to_dict().items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"{name} must be finite, but is {value}"
-        for name in ("seq_length", "micro_batch_size", "train_iters", "log_interval", "sample_tokens"):
-            if getattr(self, name) < 1:
+        for name in ("seq_length", "micro_batch_size", "train_iters", "log_interval", "sample_tokens", "lora_rank"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 yield f"{name} must be at least 1, but is {getattr(self, name)}"
         for name in (
             "lr_warmup_iters", "eval_interval", "eval_iters", "save_interval", "save_minutes", "keep_checkpoints", "samples",
@@ -82,6 +91,10 @@ class Options(Settings):
             )
         if self.min_lr is not None and self.min_lr > self.lr:
             yield f"min_lr must be at most lr, {self.lr:g}, but is {self.min_lr:g}"
+        for name in ("lora_alpha", "lora_modules", "lora_use_rslora") if self.lora_rank is None else ():
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default:
+                yield f"{name} must be {default} without lora_rank, but is {value}"
         if self.use_fsdp and self.use_distributed_optimizer:
             yield "use_fsdp and use_distributed_optimizer must not both be true: FSDP divides the optimizer's state already"
         if self.use_fsdp and self.cuda_graphs:

@@ -8,6 +8,7 @@ A run's folder, such as runs/2026-11-22_14-05-33:
     events.out.*    for TensorBoard
     tokens/         the tokenizer and the tokenised text
     checkpoints/    step-00000500/, ...
+    adapter/        a LoRA run's adapters, as PEFT loads them
     samples.txt     text that the model generated
 """
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from onepass.gpt import Config, Model
+from onepass.gpt import Config, Model, add_adapters, load_huggingface
+from onepass.gpt.lora import adapter_settings, describe_adapters, frozen_digest
+from onepass.runtime.errors import CommandError
 from onepass.train.embedding_copy import CopiedEmbeddingUpdate
 from onepass.train.layout import ParallelLayout
 from onepass.train.measured_steps import MeasuredSteps
@@ -23,6 +26,7 @@ class Trained:
     model: nn.Module  # a `Model`, or this rank's `Stages` of one
     update: Update
     steps: TrainSteps
+    adapters: dict[str, Any] | None = None  # of a LoRA run: its settings, and the hash of the frozen weights
 
 
 def make(
@@ -49,15 +53,40 @@ def make(
     check(used, options, layout.data.size)
     if layout.pipeline.size > 1:
         return _pipelined(used, options, layout)
-    model = Model(used, tp_group=layout.tensor.group, device=layout.device, seed=options.seed)
+    model = _model(used, options, layout)
+    adapters = None if options.lora_rank is None else _adapted(model, options, say)
     update = _update(model, options, layout, alone)
     if _measures_graphs(used, options, layout, update):
-        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say))
+        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say), adapters)
     if options.cuda_graphs and not plain and lenient:
         group = layout.tensor.group
-        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, decided=True, group=group))
+        steps = MeasuredSteps(model, used, options, update, autocast, decided=True, group=group)
+        return Trained(model, update, steps, adapters)
     kind = GraphedSteps if options.cuda_graphs and not plain else TrainSteps
-    return Trained(model, update, kind(model, used, options, update, autocast))
+    return Trained(model, update, kind(model, used, options, update, autocast), adapters)
+
+
+def _model(config: Config, options: Options, layout: ParallelLayout) -> Model:
+    """Create this rank's model, with the weights of a Hugging Face folder where options name one."""
+    if options.load_hf is None:
+        return Model(config, tp_group=layout.tensor.group, device=layout.device, seed=options.seed)
+    try:
+        changes = config.to_dict()
+        return load_huggingface(options.load_hf, tp_group=layout.tensor.group, device=layout.device, **changes)[1]
+    except (ValueError, FileNotFoundError) as error:
+        raise CommandError(f"--load-hf {options.load_hf}: {error}") from None
+
+
+def _adapted(model: Model, options: Options, say: Callable[[str], None] | None) -> dict[str, Any]:
+    """Give the model adapters. Return what a checkpoint of them depends on."""
+    assert options.lora_rank is not None
+    settings = options.lora_rank, options.lora_alpha, options.lora_modules
+    add_adapters(model, *settings, use_rslora=options.lora_use_rslora, seed=options.seed)
+    if say is not None:
+        say(describe_adapters(model))
+    made = adapter_settings(model)
+    assert made is not None
+    return {**made._asdict(), "modules": list(made.modules), "frozen": frozen_digest(model)}
 
 
 def _measures_graphs(config: Config, options: Options, layout: ParallelLayout, update: Update) -> bool:

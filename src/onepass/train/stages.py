@@ -137,6 +137,9 @@ def check(config: Config, options: Options, data_ranks: int) -> None:
     ):
         if getattr(options, name):
             raise CommandError(f"{name} must be false with pipeline_model_parallel_size {ranks}, but is true: {why}")
+    for name, why in (("load_hf", "a stage doesn't load its part of a folder"), ("lora_rank", "adapters are a whole model's")):
+        if (value := getattr(options, name)) is not None:
+            raise CommandError(f"{name} must be None with pipeline_model_parallel_size {ranks}, but is {value!r}: {why}")
     _check_microbatches(config, options, data_ranks)
 
 

@@ -202,10 +202,11 @@ def _loss_mib(variant: Variant) -> float:
     used = used.replace(untie_embeddings_and_output_weights=True, defer_embedding_wgrad_compute=False, mtp_num_layers=None)
     device = layout.device
     head = Model(used, tp_group=layout.tensor.group, layers=range(0), first=False, device=device, seed=0)
+    head.requires_grad_(options.lora_rank is None)
     shape = options.micro_batch_size, options.seq_length // config.sequence_ranks
     hidden = torch.randn(*shape, config.hidden_size, device=device, dtype=used.dtype, requires_grad=True)
     labels = torch.randint(config.vocab_size, (options.micro_batch_size, options.seq_length), device=device)
-    grads = None if plain else MainGrads(head)
+    grads = None if plain or options.lora_rank is not None else MainGrads(head)
 
     def call() -> None:
         if grads is not None:

@@ -1,4 +1,5 @@
-"""Tokenises text files: trains a byte-pair tokenizer on them, and writes two files of token ids, which are memory-mapped.
+"""Tokenises text files, by a byte-pair tokenizer trained on them or by a Hugging Face folder's. Writes two files of token ids,
+which are memory-mapped.
 
 A folder of tokens has `tokenizer.json`, `train.bin`, `valid.bin` (the last part of the shuffled documents) and `tokens.json`.
 `tokens.json` records which texts were read and what was written, with checksums, and is written last. A folder without it is
@@ -16,8 +17,9 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from onepass.gpt.weights import LONGEST_JSON, read_config
 from onepass.runtime.errors import CommandError
 from onepass.runtime.regular_file import open_regular, read_regular
 from onepass.train.checksums import BlockSums, block_sums, change
@@ -43,11 +45,7 @@ class Tokens:
     valid: Any
     tokenizer: Any
     vocab_size: int
-
-    @property
-    def end(self) -> int:
-        """The id of the token between documents."""
-        return int(self.tokenizer.token_to_id(END))
+    end: int  # the id of the token between documents
 
     @functools.cached_property
     def vocabulary(self) -> str:
@@ -63,6 +61,50 @@ class TokensRecord:
     texts: list[tuple[str, int, int, list[int]]]  # path, size, time of change, checksums
     written: dict[str, tuple[int, list[int]]]  # by file: size, checksums
     key: str | None = None
+    tokenizer: str | None = None  # the hash of what was given
+    end: int | None = None  # the token between documents, where a tokenizer was given
+
+
+class FolderTokenizer(NamedTuple):
+    """The tokenizer.json of a Hugging Face folder, and the token that the model ends a text with."""
+
+    content: str
+    end: int
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(f"{self.end} {self.content}".encode()).hexdigest()
+
+
+def folder_tokenizer(folder: Path, vocab_size: int) -> FolderTokenizer:
+    """Read a folder's tokenizer. Raise CommandError where it isn't there, or has tokens that the model doesn't have."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CommandError(
+            f"--load-hf {folder} must have a tokenizer.json, but has none: transformers writes it, by "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        )
+    if path.stat().st_size > LONGEST_JSON:
+        raise CommandError(f"{path} must be of at most {LONGEST_JSON} bytes, but is of {path.stat().st_size}")
+    try:
+        content = read_regular(path).decode()
+        size = _size(Tokenizer.from_str(content))
+    except Exception as error:  # tokenizers raises no other type
+        raise CommandError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    if size > vocab_size:
+        raise CommandError(f"{path} must be of the model's vocab_size, {vocab_size}, or fewer tokens, but is of {size}")
+    ends = read_config(folder).get("eos_token_id")
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    if type(end) is not int or not 0 <= end < size:
+        raise CommandError(f"{folder / 'config.json'} must have eos_token_id, a token below {size}, but has {ends!r:.50}")
+    return FolderTokenizer(content, end)
+
+
+def _size(tokenizer: Any) -> int:
+    """Return the number of tokens, up to the last one's id."""
+    return 1 + int(max(tokenizer.get_vocab().values()))
 
 
 def python_library() -> list[Path]:
@@ -77,7 +119,7 @@ def _passed_over(inside: Path) -> bool:
 
 
 _TOKENS = ("tokens/tokenizer.json", "tokens/train.bin")
-_OF_A_RUN = {"config.yaml", "log.csv", "loss.png", "samples.txt", "tokens", "checkpoints", "reference"}
+_OF_A_RUN = {"config.yaml", "log.csv", "loss.png", "samples.txt", "tokens", "checkpoints", "adapter", "reference"}
 
 
 def _written_by_a_run(top: Path, inside: Path) -> bool:
@@ -111,24 +153,26 @@ def find_files(named: Sequence[str]) -> list[Path]:
 
 
 def prepare(
-    folder: Path, named: Sequence[str], vocab_size: int, seq_length: int, told: Told, *, keep: bool = False, verify: bool = True
-) -> Tokens:
+    folder: Path, named: Sequence[str], vocab_size: int, seq_length: int, told: Told, *, keep: bool = False, verify: bool = True,
+    given: FolderTokenizer | None = None,
+) -> Tokens:  # fmt: skip
     """Return the tokens of these texts. Tokenise them unless the folder has their tokens already.
 
     Args:
         keep: raise if the folder has tokens of other texts, because a model that was trained on them depends on them.
         verify: compare tokens that are there with their checksums.
+        given: the tokenizer. By default one is trained on the texts.
     """
     files = find_files(named)
     record = _read_record(folder, keep)
-    differs = None if record is None else _difference(record, files, vocab_size)
+    differs = None if record is None else _difference(record, files, vocab_size, given)
     if differs and keep:
         raise CommandError(
             f"--data must be the texts of which {folder} has the tokens, but {differs}: the model was trained on those tokens; "
             "put the texts back, or begin a new run"
         )
     if record is None or differs:
-        _make(folder, files, vocab_size, seq_length, told)
+        _make(folder, files, vocab_size, seq_length, told, given)
     elif verify:
         for name, (size, sums) in record.written.items():
             damage = change(folder / name, size, sums)
@@ -148,6 +192,7 @@ def load(folder: Path, vocab_size: int) -> Tokens:
     name = "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_str(read_regular(folder / name).decode())
+        size = _size(tokenizer)
         kind = _number_type(vocab_size)
         arrays = {}
         for part in ("train", "valid"):
@@ -157,7 +202,13 @@ def load(folder: Path, vocab_size: int) -> Tokens:
     except Exception as error:  # tokenizers raises no other type
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise _damaged(folder, name, f"can't be read: {why}") from None
-    return Tokens(folder, arrays["train"], arrays["valid"], tokenizer, tokenizer.get_vocab_size())
+    record = _read_record(folder, keep=True)
+    end = tokenizer.token_to_id(END) if record is None or record.end is None else record.end
+    if end is None or not 0 <= end < size:
+        raise _damaged(
+            folder, "tokenizer.json", f"must have a token {END if end is None else end}, the end of a text, but has none"
+        )
+    return Tokens(folder, arrays["train"], arrays["valid"], tokenizer, size, end)
 
 
 def _damaged(folder: Path, name: str, how: str) -> CommandError:
@@ -184,7 +235,10 @@ def _read_record(folder: Path, keep: bool) -> TokensRecord | None:
             return TokensRecord(record["vocab_size"], [], {}, record["key"])
         texts = [(str(name), int(size), int(changed), list(sums)) for name, size, changed, sums in record["texts"]]
         written = {name: (int(record["written"][name][0]), list(record["written"][name][1])) for name in _WRITTEN}
-        return TokensRecord(record["vocab_size"], texts, written)
+        end = record.get("end")
+        return TokensRecord(
+            record["vocab_size"], texts, written, None, record.get("tokenizer"), None if end is None else int(end)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if keep:
             how = f"can't be read: {error.strerror}" if isinstance(error, OSError) else "is not as it was written"
@@ -192,8 +246,10 @@ def _read_record(folder: Path, keep: bool) -> TokensRecord | None:
         return None
 
 
-def _difference(record: TokensRecord, files: Sequence[Path], vocab_size: int) -> str | None:
-    """Return how texts differ from those of the record. The content of a file is read if its path, size or time differ."""
+def _difference(record: TokensRecord, files: Sequence[Path], vocab_size: int, given: FolderTokenizer | None) -> str | None:
+    """Return how texts or their tokenizer differ from the record's. A file is read if its path, size or time differ."""
+    if record.tokenizer != (None if given is None else given.hash):
+        return "their tokenizer is another"
     if record.key is not None:
         return None if record.key == _key(files, vocab_size) else "they differ in a path, size or time"
     if record.vocab_size != vocab_size:
@@ -215,7 +271,9 @@ def _key(files: Sequence[Path], vocab_size: int) -> str:
     return hashlib.sha256(json.dumps([stats, vocab_size]).encode()).hexdigest()
 
 
-def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int, told: Told) -> None:
+def _make(
+    folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int, told: Told, given: FolderTokenizer | None
+) -> None:
     read = [_read(path) for path in files]
     texts = [text for _, text in read]
     random.Random(0).shuffle(read)
@@ -223,8 +281,8 @@ def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int,
     total = sum(map(len, documents))
     if not total:
         raise CommandError(f"the text is empty: {len(files)} files hold no characters")
-    tokenizer = _trained(documents, vocab_size, told)
-    numbers = _encoded(tokenizer, documents, vocab_size, told)
+    tokenizer = _trained(documents, vocab_size, told) if given is None else _read_tokenizer(given)
+    numbers = _encoded(tokenizer, documents, vocab_size, told, None if given is None else given.end)
     cut = int(len(numbers) * (1 - _VALID))
     train, valid = numbers[:cut], numbers[cut:]
     _check_length(train, valid, seq_length)
@@ -233,7 +291,8 @@ def _make(folder: Path, files: Sequence[Path], vocab_size: int, seq_length: int,
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokens.json").unlink(missing_ok=True)
         written = {name: _write(folder / name, memoryview(data)) for name, data in zip(_WRITTEN, contents, strict=True)}
-        record = asdict(TokensRecord(vocab_size, texts, written))
+        of_given = () if given is None else (None, given.hash, given.end)
+        record = asdict(TokensRecord(vocab_size, texts, written, *of_given))
         write_atomically(folder / "tokens.json", json.dumps(record) + "\n")
     except OSError as error:
         raise CommandError(f"{folder} can't be written: {error.strerror}") from None
@@ -288,6 +347,15 @@ def _trained(documents: Sequence[str], vocab_size: int, told: Told) -> Any:
     return tokenizer
 
 
+def _read_tokenizer(given: FolderTokenizer) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(given.content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def _as_much(documents: Iterable[str], most: int) -> Iterator[str]:
     for document in documents:
         if most <= 0:
@@ -296,14 +364,16 @@ def _as_much(documents: Iterable[str], most: int) -> Iterator[str]:
         most -= len(document)
 
 
-def _encoded(tokenizer: Any, documents: Sequence[str], vocab_size: int, told: Told) -> Any:
+def _encoded(tokenizer: Any, documents: Sequence[str], vocab_size: int, told: Told, given_end: int | None) -> Any:
+    """Return all documents' tokens. A tokenizer that was given adds its own to each, such as one that begins a text."""
     import numpy
 
-    end, pieces = tokenizer.token_to_id(END), []
+    own, end, pieces = given_end is not None, tokenizer.token_to_id(END) if given_end is None else given_end, []
     for first in range(0, len(documents), _AT_ONCE):
         told("encoding the text", first, len(documents))
-        for encoded in tokenizer.encode_batch(documents[first : first + _AT_ONCE], add_special_tokens=False):
-            pieces.append(numpy.asarray([*encoded.ids, end], dtype=_number_type(vocab_size)))
+        for encoded in tokenizer.encode_batch(documents[first : first + _AT_ONCE], add_special_tokens=own):
+            ids = encoded.ids if own and encoded.ids[-1:] == [end] else [*encoded.ids, end]
+            pieces.append(numpy.asarray(ids, dtype=_number_type(vocab_size)))
     told("encoding the text", len(documents), len(documents))
     return numpy.concatenate(pieces)
 

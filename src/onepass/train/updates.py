@@ -106,7 +106,7 @@ def _releases(model: nn.Module, options: Options, layout: ParallelLayout) -> boo
     """Whether the gradients' memory is lent to activations. By default it is where that was measured: large models on one GPU."""
     if options.release_main_grads is not None:
         return options.release_main_grads
-    large = sum(parameter.numel() for parameter in model.parameters()) >= _RELEASED_FROM
+    large = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) >= _RELEASED_FROM
     return large and layout.device.type == "cuda" and layout.ranks == 1 and not options.cuda_graphs
 
 
@@ -248,6 +248,7 @@ def narrow_type(model: nn.Module) -> torch.dtype:
 @torch.no_grad()
 def drawn(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, fp32 initial values) of each parameter that its module's `reset_parameters` initialises, module by module.
+    Modules that are frozen are left out.
 
     Elements of a parameter that are not these values rounded to `dtype`, such as loaded ones, are yielded as they are.
     """
@@ -255,7 +256,7 @@ def drawn(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in seen}
         seen |= set(map(id, own.values()))
-        if not own or not hasattr(module, "reset_parameters"):
+        if not any(p.requires_grad for p in own.values()) or not hasattr(module, "reset_parameters"):
             continue
         for name, values in _started_in_fp32(module, own).items():
             parameter = own[name]

@@ -48,6 +48,24 @@ def check_compatible(path: Path, theirs: Mapping[str, Any], config: Config) -> N
         raise CommandError(f"the checkpoint {path} must be of this model, but is of another: {differences}{more}")
 
 
+def check_same_adapters(path: Path, theirs: Any, ours: Mapping[str, Any] | None) -> None:
+    """Raise CommandError unless the checkpoint is of this run's adapters of the same frozen weights, or both runs have none."""
+    if theirs == ours:
+        return
+    if not isinstance(theirs, dict):
+        raise CommandError(f"the checkpoint {path} must be of LoRA adapters, as lora_rank is given, but is of all weights")
+    if ours is None:
+        raise CommandError(f"the checkpoint {path} must be of all weights, as lora_rank is None, but is of LoRA adapters")
+    apart = [name for name in ours if name != "frozen" and theirs.get(name) != ours[name]]
+    if apart:
+        differences = ", ".join(f"lora_{name} is {theirs.get(name)!r:.100} there and {ours[name]!r} here" for name in apart)
+        raise CommandError(f"the checkpoint {path} must be of these adapters, but is of others: {differences}")
+    raise CommandError(
+        f"the checkpoint {path} must be of adapters of these frozen weights, but is of others': --load-hf, or without it --seed, "
+        "and --params-dtype must be as they were"
+    )
+
+
 # ---- eight bits ----
 
 

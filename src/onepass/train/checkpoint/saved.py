@@ -14,7 +14,13 @@ import torch.distributed as dist
 from onepass.gpt import Config
 from onepass.runtime.errors import CommandError
 from onepass.train.checkpoint import folders, parts, scales
-from onepass.train.checkpoint.compatibility import check_compatible, check_recipe, facts_of, scales_there
+from onepass.train.checkpoint.compatibility import (
+    check_compatible,
+    check_recipe,
+    check_same_adapters,
+    facts_of,
+    scales_there,
+)
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.updates import MainGradUpdate
@@ -39,7 +45,7 @@ def save(
     from onepass.train.checkpoint import storage  # slow to import
 
     try:
-        facts, part = layout.on_first(lambda: _begin(folder, step, config, options, vocabulary))
+        facts, part = layout.on_first(lambda: _begin(folder, step, trained, config, options, vocabulary))
         of_scales = [*scales.scale_chunks(trained.model)]
         with scales.unchanged(trained.model), parts.chunks(trained.model, trained.update, layout) as chunks:
             own = [chunk for chunk in [*chunks, *of_scales] if not chunk.alike or layout.tensor.rank == 0]
@@ -48,10 +54,12 @@ def save(
     except OSError as error:
         if layout.first:
             shutil.rmtree(folder / f"step-{step:08}.part", ignore_errors=True)
-        raise CommandError(_unwritten(folder, step, config, error)) from None
+        raise CommandError(_unwritten(folder, step, trained, config, error)) from None
 
 
-def _begin(folder: Path, step: int, config: Config, options: Options, vocabulary: str | None) -> tuple[dict[str, Any], Path]:
+def _begin(
+    folder: Path, step: int, trained: Trained, config: Config, options: Options, vocabulary: str | None
+) -> tuple[dict[str, Any], Path]:
     part = folders.begin(folder, step)
     facts = {
         "format": folders.FORMAT,
@@ -62,6 +70,7 @@ def _begin(folder: Path, step: int, config: Config, options: Options, vocabulary
         "model": facts_of(config),
         "config": config.to_dict(),
         "options": options.to_dict(),
+        "lora": trained.adapters,
     }
     return facts, part
 
@@ -71,11 +80,14 @@ def _finish(part: Path, most: int) -> None:
     folders.keep(checkpoint.parent, most)
 
 
-def _unwritten(folder: Path, step: int, config: Config, error: OSError) -> str:
+def _unwritten(folder: Path, step: int, trained: Trained, config: Config, error: OSError) -> str:
     if error.errno not in _FULL:
         return f"the checkpoint of step {step} can't be written to {folder}: {error.strerror}"
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    needed, free = config.parameters_count() * _BYTES_A_PARAMETER, shutil.disk_usage(there).free
+    stepped = config.parameters_count()
+    if trained.adapters is not None:
+        stepped = sum(each.numel() for each in trained.model.parameters() if each.requires_grad)
+    needed, free = stepped * _BYTES_A_PARAMETER, shutil.disk_usage(there).free
     return (
         f"the checkpoint of step {step} needs {_size(needed)} in {folder}, where {_size(free)} are free: {error.strerror}; "
         "those before it are as they were"
@@ -125,6 +137,7 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
     from onepass.train.checkpoint import storage
 
     index = _on_all(layout, lambda: check(path, config))
+    check_same_adapters(path, index.get("lora"), trained.adapters)
     try:
         if verify:
             _on_all(layout, lambda: folders.verify(path, index, layout.rank, layout.ranks))
