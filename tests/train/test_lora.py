@@ -236,6 +236,14 @@ def run_layouts(group, folder):
     return {"lines": lines, "adapter": load(adapter_files(trained.model)["adapter_model.safetensors"])}
 
 
+def test_settings_are_the_adapters():
+    config, options = configured(**LLAMA, lora_use_rslora=True, lora_modules=("v_proj",))
+    made = [adapter_files(make(config, options.replace(seed=seed), alone()).model) for seed in (1, 1, 2)]
+    said = json.loads(made[0]["adapter_config.json"])
+    assert (said["use_rslora"], said["target_modules"], said["r"], said["lora_alpha"]) == (True, ["v_proj"], 2, 4)
+    assert made[0] == made[1] and made[0]["adapter_model.safetensors"] != made[2]["adapter_model.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [

@@ -205,9 +205,7 @@ def load(folder: Path, vocab_size: int) -> Tokens:
     record = _read_record(folder, keep=True)
     end = tokenizer.token_to_id(END) if record is None or record.end is None else record.end
     if end is None or not 0 <= end < size:
-        raise _damaged(
-            folder, "tokenizer.json", f"must have a token {END if end is None else end}, the end of a text, but has none"
-        )
+        raise _damaged(folder, "tokenizer.json", f"must have the end of a text, {END if end is None else end}, but has not")
     return Tokens(folder, arrays["train"], arrays["valid"], tokenizer, size, end)
 
 
@@ -235,10 +233,8 @@ def _read_record(folder: Path, keep: bool) -> TokensRecord | None:
             return TokensRecord(record["vocab_size"], [], {}, record["key"])
         texts = [(str(name), int(size), int(changed), list(sums)) for name, size, changed, sums in record["texts"]]
         written = {name: (int(record["written"][name][0]), list(record["written"][name][1])) for name in _WRITTEN}
-        end = record.get("end")
-        return TokensRecord(
-            record["vocab_size"], texts, written, None, record.get("tokenizer"), None if end is None else int(end)
-        )
+        end = None if record.get("end") is None else int(record["end"])
+        return TokensRecord(record["vocab_size"], texts, written, None, record.get("tokenizer"), end)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if keep:
             how = f"can't be read: {error.strerror}" if isinstance(error, OSError) else "is not as it was written"
