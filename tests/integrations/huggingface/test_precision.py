@@ -343,6 +343,25 @@ def test_codes_that_move_or_are_loaded_are_seen():
     assert step(moved, **batch())[0] == pytest.approx(float(step(model, **batch())[0]), rel=1e-4)  # q, k and v by themselves
 
 
+def test_weights_that_are_frozen_or_replaced_after_apply():
+    model = with_adapters()
+    before = copy.deepcopy(model)
+    applied = huggingface.apply(model, precision="fp8", frozen_layouts=1)
+    for name, module in model.named_modules():
+        if name.endswith(("k_proj.base_layer", "down_proj.base_layer")):
+            module.weight = nn.Parameter(before.get_submodule(name).weight.detach().clone(), requires_grad=False)
+    assert_near(step(model, **batch()), step(before, **batch()))
+    assert not [row for row in applied.rows if row.part == "qkv" and row.kind.endswith("Attention") and row.by]
+    model = copy.deepcopy(before)
+    huggingface.apply(model)
+    for name, module in model.named_modules():
+        if name.endswith("up_proj.base_layer"):
+            onepass.freeze_weight(module)
+    before.zero_grad(set_to_none=True)
+    (loss, _), (expected, _) = step(model, **batch()), step(before, **batch())
+    assert loss != expected and loss == pytest.approx(float(expected), rel=1e-2)
+
+
 def test_codes_stay_after_undo_and_refuse_a_merge():
     model = with_adapters()
     applied = huggingface.apply(model, precision="fp8", frozen_layouts=2)

@@ -95,12 +95,14 @@ class LinearsMatch:
 
     def freeze(self, recipe: FP8Recipe, layouts: int) -> None:
         """Put codes of eight bits in the place of the layers' frozen weights, whose memory is freed."""
-        whole: Any = freeze_weight(self.weights(), recipe, layouts=layouts)
-        parts: list[Tensor] = []
-        for module, part in zip(self.linears, whole.parts(self.sizes), strict=True):
-            module.weight = nn.Parameter(part, requires_grad=False)
-            parts.append(module.weight)
-        self.frozen, self.whole = True, (whole, parts)
+        whole: Any
+        if len(self.linears) == 1:
+            whole = freeze_weight(self.linears[0], recipe, layouts=layouts)
+        else:
+            whole = freeze_weight(self.weights(), recipe, layouts=layouts)
+            for module, part in zip(self.linears, whole.parts(self.sizes), strict=True):
+                module.weight = nn.Parameter(part, requires_grad=False)
+        self.frozen, self.whole = True, (whole, [module.weight for module in self.linears])
 
     def unpack(self) -> None:
         """Give parameters their own storages. Code that saves a model drops all but one of the tensors that share a storage."""
@@ -131,6 +133,8 @@ class LinearsMatch:
                     return False
                 adapters += lora if len(self.names) == 1 else [one._replace(rows=(first, first + size)) for one in lora]
             if not is_linear(module) or hooked(module) or (bias_of(module) is not None) is not biased:
+                return False
+            if is_frozen(module) is not self.frozen:
                 return False
             first += size
         if any([adapter.dropout != adapters[0].dropout for adapter in adapters]):  # adapters of one product share the mask
