@@ -126,13 +126,14 @@ def batches(config, period, size=8, length=128):
 
 
 @other_stream
-@pytest.mark.parametrize("variant", ("llama", "norms alone", "gpt-2", "recomputed"))
+@pytest.mark.parametrize("variant", ("llama", "norms alone", "gpt-2", "recomputed", "adapters"))
 def test_graphed_steps_of_packed_rows_are_those_without_a_graph(variant):
     """The second steps have more documents than the first graph takes."""
-    config = preset("tiny", params_dtype="bf16", **VARIANTS[variant])
+    config = preset("tiny", params_dtype="bf16", **VARIANTS.get(variant, {}))
     found = []
     for graphs in (False, True):
-        options = Options(micro_batch_size=4, cuda_graphs=graphs, release_main_grads=False)
+        rank = 8 if variant == "adapters" else None
+        options = Options(micro_batch_size=4, cuda_graphs=graphs, release_main_grads=False, lora_rank=rank)
         made = make(config, options, ParallelLayout(torch.device("cuda", 0)))
         for period in (50, 5, 20):
             for step in range(2):

@@ -100,6 +100,7 @@ def _measures_graphs(config: Config, options: Options, layout: ParallelLayout, u
         and not (config.hidden_dropout or config.attention_dropout)  # a graph draws other random numbers
         and config.fp8_format is None
         and not config.cpu_offloading
+        and options.lora_rank is None  # no GPU has compared these
     )
 
 
