@@ -207,9 +207,15 @@ def _rewrite(self: Any) -> Any:
 # ---- launches ----
 
 _stock_launch = interpreter.GridExecutor.__call__
+_one_launch = threading.RLock()  # the interpreter has one builder, whose tensors and program all launches share
 
 
 def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
+    with _one_launch:
+        _launch(self, *args, **kwargs)
+
+
+def _launch(self: Any, *args: Any, **kwargs: Any) -> None:
     function = self.fn
     self.fn = _Launched(function)
     interpreter_bounds.reached.launch(function.__name__, [*args, *kwargs.values()])

@@ -34,6 +34,7 @@ from onepass.bench.options import short
 from onepass.gradients.adamw import AdamW
 from onepass.gradients.written_weights import follow_by_kernel
 from onepass.kernels import fp8_cast
+from onepass.kernels.decode import decode_four_bits, decode_int8
 from onepass.kernels.fp8 import new_notes
 from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.kernels.launch import Bound, Kernel
@@ -53,6 +54,7 @@ from onepass.parallel import MainGrads
 from onepass.product.fp8.scales import FP8Scales
 from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.fp8_recipe import FP8Recipe
+from onepass.runtime.sizes import ceil_div
 from onepass.testing.aot import package_modules
 from onepass.testing.contract import subjects
 from onepass.testing.faults import PRODUCTS
@@ -229,8 +231,20 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
         yield f"activation codes {activation} {x.shape[-1]}", partial(_activation_codes, activation, x.detach())
     for width in (208, 5008, 12304, 70000):
         yield f"fp8 norm 37x{width}", partial(_fp8_norms, draw(37, width).detach())
+    yield "decode", partial(_decodes, device)
     yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
     yield "adamw", partial(_adamw_step, device)
+
+
+def _decodes(device: torch.device) -> None:
+    """Decode weights whose last block is whole or not, by scales that are codes or not, and int8 of rows."""
+    for count in (4096, 5001):
+        out, codes = torch.empty(count, device=device), torch.arange(ceil_div(count, 2), device=device).to(torch.uint8)
+        table, absmax = torch.linspace(-1, 1, 273, device=device), torch.rand(ceil_div(count, 64), device=device)
+        decode_four_bits(out, codes, table, absmax, None, 64, 1)
+        decode_four_bits(out, codes, table, absmax.mul(255).to(torch.uint8), absmax, 64, 256)
+    rows = torch.arange(37 * 203, device=device).to(torch.int8).view(37, 203)
+    decode_int8(torch.empty(37, 203, device=device), rows, torch.rand(37, device=device), 1 / 127)
 
 
 def _fp8_casts(*xs: Tensor) -> None:
