@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -397,7 +398,7 @@ def test_a_budget_ends_a_process_and_all_it_started(
     assert bench("huggingface", "--case", LLAMA.name, "--budget", "2") == 0
     assert time.monotonic() - begun < 20
     said = capsys.readouterr().out
-    assert "eager: not done after 2 s, when --budget ended" in said
+    assert re.search("eager: not done after [0-9]+ s, when --budget ended", said)  # a busy machine looks later
     assert "onepass: no time is left of --budget" in said
     assert not _runs(int(pid.read_text()))
 
