@@ -28,7 +28,8 @@ _NAMED = ("bf16", "fp16", "fp32")  # not fp64: errors are measured against it
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure ops against their peers: time, fraction of the copy bandwidth, CPU time, memory and error."
     known = ", ".join(registry.known_ops())
-    parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all: {known}); or {huggingface.NAME}, by itself")
+    models = f"{huggingface.LORA} or {huggingface.NAME}"
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (all: {known}); or {models}, by itself")
     parser.add_argument("--quick", action="store_true", help="one case of each op, done in about a minute")
     parser.add_argument("--case", metavar="TEXT", help="only cases whose name contains this, such as swiglu or 777x5000")
     parser.add_argument("--peer", metavar="NAME", action="append", help="only peers whose name contains this (can be repeated)")
@@ -111,7 +112,8 @@ def _ops(named: list[str]) -> list[str]:
     known = registry.known_ops()
     for op in named:
         if op not in known:
-            raise CommandError(f"unknown op {op!r}; known are {', '.join(known)}, and {huggingface.NAME} by itself")
+            models = f"{huggingface.LORA} and {huggingface.NAME} by itself"
+            raise CommandError(f"unknown op {op!r}; known are {', '.join(known)}, {models}")
     return list(dict.fromkeys(named)) or known
 
 

@@ -1,7 +1,7 @@
 """LoRA beside a layer's weight: a `Product` around the layer's own, as if the weight were weight + scale * b @ a.
 
-Forward   t @ b.T + bias is what the layer's product is added to (product/adapters.py). In 16 bits cuBLAS rounds the product and
-          adds it; in eight bits t @ b.T is added to y.
+Forward   t @ b.T + bias is what the layer's product is added to (product/adapters.py). cuBLAS rounds the product to 16 bits and
+          adds it, in eight bits too.
 Backward  u @ a is where dy @ weight is added.
 Saves     t, and a and b in the product's type, beside what the layer saves when its weight is trained; a seed where it is in
           memory, and no mask. A weight that asks for no gradient makes none.
