@@ -24,6 +24,26 @@ def test_nf4_has_its_bits(dtype):
         onepass.frozen_weight(nf4.NF4Tensor.from_tensor(numbers(128, 256), 64, 256).requires_grad_())
 
 
+def test_nf4_that_is_loaded_or_written_is_seen():
+    """Its scales are decoded once, and again after a write."""
+
+    def layer(scale):
+        made = torch.nn.Linear(256, 128, bias=False, device=DEVICE, dtype=BF16)
+        weight = nf4.NF4Tensor.from_tensor(numbers(128, 256, dtype=BF16, scale=scale), 64, 256)
+        made.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return made
+
+    other = layer(1.0)
+    for write in (
+        lambda mine: mine.load_state_dict(other.state_dict()),
+        lambda mine: mine.weight.detach().copy_(other.weight),
+    ):
+        mine = layer(0.1)
+        onepass.frozen_weight(mine)
+        write(mine)
+        assert torch.equal(onepass.frozen_weight(mine).decoded(BF16), other.weight.get_original_weight())
+
+
 @pytest.mark.parametrize("granularity", ("PerRow", "PerTensor", "PerGroup"))
 def test_int8_has_its_bits(granularity):
     kind = getattr(quantization.granularity, granularity)

@@ -367,3 +367,23 @@ def test_others_see_a_decoded_weight():
     assert torch.equal(frozen.sum(), whole.sum()) and torch.equal(F.linear(x, frozen), F.linear(x, whole))
     assert torch.equal(numbers(N, K).copy_(frozen), whole)
     assert "nf4" in repr(frozen)
+
+
+class Int8Tensor:
+    """Stands in for torchao's, of scales in a type that decoding widens."""
+
+    act_quant_kwargs = act_pre_scale = zero_point = None
+    shape, dtype, block_size, requires_grad = torch.Size((8, 16)), BF16, (1, 16), False
+
+    def __init__(self):
+        self.qdata, self.scale = torch.ones(8, 16, dtype=torch.int8, device=DEVICE), torch.ones(8, 1, dtype=BF16, device=DEVICE)
+
+
+def test_scales_that_are_written_are_seen():
+    weight = Int8Tensor()
+    before = onepass.frozen_weight(weight)
+    assert onepass.frozen_weight(weight) is before and before.decoded(BF16).eq(1).all()
+    weight.scale.fill_(3)
+    assert onepass.frozen_weight(weight).decoded(BF16).eq(3).all()
+    weight.qdata.fill_(2)
+    assert onepass.frozen_weight(weight).decoded(BF16).eq(6).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def frozen_weight(*weights: Tensor | nn.Module, dtype: torch.dtype | None = None
 
 
 def _source_of(given: Any) -> tuple[Any, ...]:
-    """Return a weight, a key that is another when its memory is, what makes a frozen weight, and of what.
+    """Return a weight, a key that is another when its memory is or its scales are, what makes a frozen weight, and of what.
 
     What is made holds the memory, so that no key is another's.
     """
@@ -69,7 +70,8 @@ def _source_of(given: Any) -> tuple[Any, ...]:
     weight: Any = given if module is None else module._parameters.get("weight")
     if hasattr(weight, "bnb_quantized"):
         state = weight.quant_state or getattr(module, "quant_state", None)
-        return weight, (weight.data_ptr(), state and id(state.absmax)), bitsandbytes_four_bits, weight, state
+        of_scales = state and (id(state.absmax), *_versions(state.offset))
+        return weight, (weight.data_ptr(), of_scales), bitsandbytes_four_bits, weight, state
     kind = type(weight).__name__
     if isinstance(weight, FrozenWeight):
         return weight, id(weight), frozen_weight, weight
@@ -79,9 +81,19 @@ def _source_of(given: Any) -> tuple[Any, ...]:
             scale = module.state.SCB  # where its first forward has put it
         return weight, (weight.data_ptr(), id(scale)), bitsandbytes_int8, weight, scale
     if kind == "Int8Tensor":
-        return weight, (id(weight.qdata), id(weight.scale)), torchao_int8, weight
+        return weight, (id(weight.qdata), id(weight.scale), *_versions(weight, weight.qdata, weight.scale)), torchao_int8, weight
     if kind == "NF4Tensor":
-        return weight, (id(weight.quantized_data), id(weight.quantized_scalers)), torchao_four_bits, weight
+        scales = weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean
+        return weight, (id(weight.quantized_data), id(scales[0]), *_versions(weight, *scales)), torchao_four_bits, weight
     what = f"{kind} of {weight.dtype}" if isinstance(weight, Tensor) else type(given).__name__
     raise TypeError(f"weights must be {_KINDS}, or layers of these, but one is a {what}")
 
+
+def _versions(*tensors: Tensor | None) -> Iterator[int]:
+    """Yield what is another once a tensor was written, as by a load: of those that a weight has copies of.
+
+    A write to a subclass changes its own version, and none of its parts'.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            yield tensor._version
