@@ -19,7 +19,8 @@ from onepass.runtime import op as op_records
 ROOT = Path(__file__).parents[1]
 CI = runpy.run_path(str(ROOT / ".ci" / "pages"))  # which runs each page in the environment that it asks for
 NEEDS = {  # what a page begins with installing
-    "extending.md": "triton", "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl", "verl.md": "verl",
+    "extending.md": "triton", "lora.md": "peft", "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl",
+    "verl.md": "verl",
 }  # fmt: skip
 COMMANDS = runpy.run_path(str(ROOT / ".ci" / "commands"))
 PAGES = CI["pages"]()
