@@ -115,6 +115,7 @@ def _alone(
         made = prologue.backward(
             kept, vectors, drows if asks_inputs else None, dx, of_inputs,
             rebuild=target is None and (asks_weight or (adapts and product.asks_a)), target=target, ours=dy is not None,
+            u=product.u_of_rows if adapts and not asks_weight else None,
         )  # fmt: skip
     else:
         made = PrologueGradients([None] * len(of_inputs))
@@ -134,7 +135,8 @@ def _alone(
 
 def _of_adapters(product: Any, prologue: Prologue, kept: Kept, made: PrologueGradients | None, dy: Tensor | None) -> Any:
     """Make the gradients of adapters of the rows that the prologue's backward has made again, or of others."""
-    return product.gradients(dy, lambda: prologue.rows_again(kept) if made is None or made.rows is None else made.rows)
+    da = None if made is None else made.da
+    return product.gradients(dy, lambda: prologue.rows_again(kept) if made is None or made.rows is None else made.rows, da)
 
 
 def _over_ranks(

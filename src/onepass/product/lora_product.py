@@ -165,16 +165,22 @@ class LoRAPass:
         """Return the number of this rank's first row where ranks have divided them."""
         return self.layout.group.rank() * rows.shape[0] if divided and self.layout is not None else None
 
-    def gradients(self, dy: Tensor, rows: Callable[[], Tensor]) -> list[VectorSums | None]:
+    @property
+    def u_of_rows(self) -> Tensor | None:
+        """u, where a's gradient is u.T @ rows and nothing else."""
+        return self.u if self.asks_a and isinstance(self.products, AdapterPlan) else None
+
+    def gradients(self, dy: Tensor, rows: Callable[[], Tensor], da: Tensor | None) -> list[VectorSums | None]:
         """Return the gradients of a and b of each adapter, and where they belong. Collective over ranks.
 
         In fp32 or wider, or where autograd gets them in their own type.
 
         Args:
             rows: makes this rank's rows.
+            da: `u_of_rows` times the rows, where the prologue's backward has made that.
         """
-        layout, da, db = self.layout, None, None
-        if self.asks_a:
+        layout, db = self.layout, None
+        if self.asks_a and da is None:
             assert self.u is not None
             u = self.u if layout is None or layout.by_row else start_sum(self.u, layout).wait()
             own, divided = rows_of(rows()), layout is not None and layout.gathers_x

@@ -28,6 +28,7 @@ class PrologueGradients(NamedTuple):
     into: KernelTargets | None = None  # main_grads that its kernel has added to
     rows: Tensor | None = None  # made again
     transposed: Tensor | None = None  # their codes
+    da: Tensor | None = None  # u.T @ rows: nobody else wants the rows
 
 
 class Prologue(Protocol):
@@ -53,7 +54,7 @@ class Prologue(Protocol):
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
-        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
+        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True, u: Tensor | None = None,
     ) -> PrologueGradients:  # fmt: skip
         """Return the gradients that the pass asks for.
 
@@ -63,4 +64,5 @@ class Prologue(Protocol):
             requests: what the pass wants of the inputs.
             rebuild: return the rows, too.
             target: the pass may write the codes of the rows' transpose for this, and return them.
+            u: the pass may return u.T @ rows in place of the rows.
         """

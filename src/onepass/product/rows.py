@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
-        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
+        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True, u: Tensor | None = None,
     ) -> PrologueGradients:  # fmt: skip
         dx = drows if drows is None or drows.dtype is self.x_type else drows.to(self.x_type)
         return PrologueGradients((dx,), None, self.rows_again(kept)) if rebuild else PrologueGradients((dx,))

@@ -101,7 +101,7 @@ class ActivationRows(NamedTuple):
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
-        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
+        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True, u: Tensor | None = None,
     ) -> PrologueGradients:  # fmt: skip
         needs = tuple([request is not GradRequest.SKIP for request in requests])
         if drows is not None and target is not None and needs[0] and self.gradient_consumer is not None:
@@ -109,10 +109,20 @@ class ActivationRows(NamedTuple):
         if drows is None and not rebuild:
             return PrologueGradients((None, None, None))
         bias, token_weight, *packed = kept
+        if u is not None and drows is not None and needs == (True, False, False) and self._multiplies(packed, u):
+            x = saved.unpack(tuple(packed), self.stored)  # type: ignore[arg-type]  # they are there
+            dx, da = kernels.lora_backward(drows, x, bias, token_weight, u, self.options)
+            return PrologueGradients((dx, None, None), da=da)
         backward: Any = backward_by_kernels if self.use_triton else backward_by_formula
         product = self.dtype if rebuild else None
         found = backward(vectors, drows, tuple(packed), bias, token_weight, self.options, self.stored, needs, product)
         return PrologueGradients(found[1:4], found[0], found[4])
+
+    def _multiplies(self, packed: Sequence[Tensor | None], u: Tensor) -> bool:
+        """Whether the kernel takes u."""
+        if not self.use_triton or self.stored.save != "input" or u.shape[1] > kernels.WIDEST_RANK or u.dtype.itemsize > 2:
+            return False
+        return all(tensor is not None and tensor.dtype is u.dtype for tensor in packed) and self.stored.dtype is u.dtype
 
     def _backward_in_codes(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor, needs: Sequence[bool], target: FP8Target,

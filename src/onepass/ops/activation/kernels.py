@@ -1,7 +1,8 @@
 """The kernels of a bias and an activation, and the registered ops that launch them.
 
 They compute ops/activation/formula.py's formula and dropout. Backward can also write y again, in dy's place: activation_linear
-keeps x only. A gated activation's linear half is the second of x, or a tensor of its own, `linear`, beside the gate x.
+keeps x only. Where y is asked for by the gradient of an adapter alone, da = u.T @ y, backward makes that, and y is never written.
+A gated activation's linear half is the second of x, or a tensor of its own, `linear`, beside the gate x.
 """
 
 from __future__ import annotations
@@ -85,9 +86,11 @@ def _forward_kernel(
 @kernel
 def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, y_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
-    seed_ptr, linear_ptr, dlinear_ptr, M, ROWS, SEED, H, DY_ROW, X_ROW, LINEAR_ROW, clamp, offset, threshold, scale,
+    seed_ptr, linear_ptr, dlinear_ptr, u_ptr, da_ptr,
+    M, ROWS, SEED, H, DY_ROW, X_ROW, LINEAR_ROW, R, clamp, offset, threshold, scale,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
-    ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
     H, DY_ROW, X_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN)
@@ -101,6 +104,9 @@ def _backward_kernel(
         dbias2 = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     if threshold is not None:
         seed = load_seed(seed_ptr, SEED)
+    if u_ptr is not None:
+        ranks = tl.arange(0, BLOCK_R)
+        da = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
         rows = strip * ROWS + first + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
         real = rows < M
@@ -120,7 +126,7 @@ def _backward_kernel(
                 z, linear = clamp_halves(z, linear, clamp)
             if offset is not None:
                 linear += offset
-        if dweight_ptr is not None or y_ptr is not None:
+        if dweight_ptr is not None or y_ptr is not None or u_ptr is not None:
             y = ACT(z) * linear if GATED else ACT(z)
         if dweight_ptr is not None:
             at = dweight_ptr + tile * M.to(tl.int64) + rows
@@ -128,7 +134,7 @@ def _backward_kernel(
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + rows).to(tl.float32)[:, None]
             dy *= weight
-            if y_ptr is not None:
+            if y_ptr is not None or u_ptr is not None:
                 y *= weight
         derivative = DERIVATIVE(z)
         dz = dy * derivative
@@ -150,7 +156,13 @@ def _backward_kernel(
             tl.store(dx_ptr + rows[:, None] * DX_ROW + columns[None, :], dz, mask=inside)
         if y_ptr is not None:  # after dx, which had to wait for all of dy: y may take its place
             tl.store(y_ptr + rows[:, None] * H + columns[None, :], y, mask=inside)
+        if u_ptr is not None:
+            u = tl.load(u_ptr + rows[:, None] * R + ranks[None, :], mask=(ranks < R)[None, :], other=0.0)
+            da = tl.dot(tl.trans(u), tl.where(inside, y, 0.0).to(u.dtype), da)
         dbias += tl.where(inside, dz, 0.0)  # past the end dy is 0, but 0 times an infinite derivative is NaN
+    if u_ptr is not None:
+        at = da_ptr + strip * R * H + ranks[:, None] * H + columns[None, :]
+        tl.store(at, da, mask=(ranks < R)[:, None] & within)
     if dbias_ptr is not None:
         at = partial_ptr + strip * (PARTS * H) + columns
         tl.store(at, tl.sum(dbias, 0), mask=columns < H)
@@ -193,6 +205,19 @@ def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int
     return ColumnTiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
 
 
+_DOT = 16  # the least sizes that tensor cores multiply
+WIDEST_RANK = 64  # of an adapter whose sums fit in registers beside the activation
+
+
+def _lora_tiles(M: int, H: int, R: int, multiprocessors: int) -> ColumnTiles:
+    """Return blocks that tensor cores take, in as many strips as four programs a multiprocessor make."""
+    block_h = max(_DOT, min(power_of_two(H), 128))
+    across = ceil_div(H, block_h)
+    strips = max(1, min(ceil_div(M, _DOT), 4 * multiprocessors // across))
+    rows = ceil_div(ceil_div(M, strips), _DOT) * _DOT
+    return ColumnTiles(_DOT, block_h, across, ceil_div(M, rows), rows, 4 if R <= 32 else 8, 3)
+
+
 def _widen_to_groups(t: ColumnTiles, threshold: int) -> ColumnTiles:
     """Widen tiles to GROUP columns, which share random bits: as many values, of fewer rows at a time."""
     if not threshold or t.block_h >= GROUP:
@@ -228,13 +253,14 @@ def _forward_plan(
 @lru_cache(1024)
 def _bind_backward(
     act: Activation, H: int, rows: _Rows, clamp: float | None, offset: float | None, threshold: int, add: bool,
-    tile: tuple[int, int, int, int],
+    tile: tuple[int, int, int, int], R: int = 0,
 ) -> Bound:  # fmt: skip
     (dy_row, x_row, linear_row), (block_m, block_h, num_warps, stages) = rows, tile
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
+    blocks = block_m, block_h, block_s, max(_DOT, power_of_two(R))
     bound: Bound = _backward_kernel.bind(
-        H, dy_row, x_row, linear_row, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks, act.gated,
-        FP8_RUN, known_align(H, dy_row, x_row, linear_row or 0), add, block_m, block_h, block_s, stages, num_warps=num_warps,
+        H, dy_row, x_row, linear_row, R, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks,
+        act.gated, FP8_RUN, known_align(H, dy_row, x_row, linear_row or 0), add, *blocks, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
 
@@ -247,6 +273,14 @@ def _backward_plan(
     t = _widen_to_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), threshold)
     tile = t.block_m, t.block_h, t.num_warps, t.stages
     return t, _bind_backward(act, H, rows, clamp, offset, threshold, add, tile)
+
+
+@lru_cache(1024)
+def _lora_plan(
+    act: Activation, M: int, H: int, R: int, rows: _Rows, clamp: float | None, offset: float | None, device: torch.device
+) -> tuple[ColumnTiles, Bound]:  # fmt: skip
+    t = _lora_tiles(M, H, R, processors(device))
+    return t, _bind_backward(act, H, rows, clamp, offset, 0, False, (t.block_m, t.block_h, t.num_warps, t.stages), R)
 
 
 # ---- launches ----
@@ -325,10 +359,27 @@ def activation_backward(
         row_sums = dweight if one else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
     grid = tiles.across, tiles.down, 1
     given = dy, x, exponents, bias, weight, dx, y, dbias, partials, arrived, row_sums, seed, linear, dlinear
-    launch(grid, *given, M, tiles.rows, number)
+    launch(grid, *given, None, None, M, tiles.rows, number)
     if dweight is not None and row_sums is not None and row_sums is not dweight:
         column_sum(row_sums, dweight)
     return dx, dbias, dweight, y, dlinear
+
+
+def activation_lora_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, weight: Tensor | None, u: Tensor, options: ActivationOptions
+) -> tuple[Tensor, Tensor]:
+    """Return dx, and da = u.T @ y in fp32. y is rounded to u's type, and not written. u is [M, R], R at most `WIDEST_RANK`."""
+    act = activation_of(options.activation)
+    (dy, dy_row), (x, x_row), R = as_rows(dy), as_rows(x), u.shape[1]
+    H = dy.shape[-1]
+    M = dy.numel() // H
+    plan = act, M, H, R, (dy_row, x_row, None), options.clamp, options.linear_offset, x.device
+    tiles, launch = _lora_plan(*plan)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    parts = x.new_empty((tiles.down, R, H), dtype=torch.float32)
+    given = dy, x, None, bias, weight, dx, None, None, None, None, None, None, None, None
+    launch((tiles.across, tiles.down, 1), *given, u.contiguous(), parts, M, tiles.rows, None)
+    return dx, parts[0] if tiles.down == 1 else parts.sum(0)
 
 
 def _has_thread_per_value(tiles: ColumnTiles) -> bool:
@@ -388,6 +439,15 @@ backward = Registered(
     _backward_fake,
     ActivationOptions,
     dispatched=partial(activation_backward, keep_scratch=False),
+)
+
+
+lora_backward = Registered(
+    "bias_activation_lora_backward(Tensor dy, Tensor x, Tensor? bias, Tensor? token_weight, Tensor u, ActivationOptions options) "
+    "-> (Tensor, Tensor)",
+    activation_lora_backward,
+    lambda dy, x, bias, weight, u, options: (x.new_empty(x.shape), x.new_empty((u.shape[1], dy.shape[-1]), dtype=torch.float32)),
+    ActivationOptions,
 )
 
 

@@ -239,6 +239,8 @@ def _activation_linear_calls() -> Iterator[CoveringCall]:
             yield _activation_linear_call(activation, wide, dtype)
         for option in ("no activation_bias", "fp8", "everything"):
             yield _activation_linear_call(activation, wide, option=option)
+    for activation, width, rank in (("swiglu", 14336, 16), ("swiglu", 5000, 64), ("gelu", 16384, 16), ("gelu", 40, 4)):
+        yield _lora_call(activation, width, rank)
 
 
 def _activation_linear_call(
@@ -259,6 +261,17 @@ def _activation_linear_call(
         )  # fmt: skip
 
     return CoveringCall(" ".join(filter(None, ("activation_linear", activation, f"{rows}x{inner}", option))), dtype, run)
+
+
+def _lora_call(activation: str, width: int, rank: int, dtype: torch.dtype = torch.bfloat16) -> CoveringCall:
+    rows = 4096
+
+    def run() -> Tensor:
+        x, dy, u = (meta(rows, columns, dtype=dtype) for columns in (width * ACTIVATIONS[activation].parts, width, rank))
+        kernels.activation_lora_backward(dy, x, None, None, u, ActivationOptions(activation, None, None))
+        return x
+
+    return CoveringCall(f"activation_linear {activation} {rows}x{width} lora {rank}", dtype, run)
 
 
 def _codes_calls() -> Iterator[CoveringCall]:

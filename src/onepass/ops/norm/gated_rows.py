@@ -55,7 +55,7 @@ class GatedNormRows(NamedTuple):
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
-        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
+        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True, u: Tensor | None = None,
     ) -> PrologueGradients:  # fmt: skip
         if drows is None:
             return PrologueGradients((None, None, None), rows=self.rows_again(kept) if rebuild else None)

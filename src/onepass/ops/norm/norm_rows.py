@@ -80,7 +80,7 @@ class NormRows(NamedTuple):
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
-        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
+        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True, u: Tensor | None = None,
     ) -> PrologueGradients:  # fmt: skip
         of_x, of_weight, of_bias, of_residual = (request is not GradRequest.SKIP for request in requests)
         of_h = of_x or of_residual
