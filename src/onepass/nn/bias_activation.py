@@ -9,7 +9,7 @@ from onepass.kernels.philox import threshold_of
 from onepass.nn.fp8_state import shown
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.bias_activation import bias_activation
-from onepass.ops.activation.kernels import check_options
+from onepass.ops.activation.formula import check_options
 
 
 class BiasActivation(nn.Module):

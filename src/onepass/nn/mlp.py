@@ -15,7 +15,7 @@ from onepass.nn.linear import ColumnParallelLinear, Init, RowParallelLinear, che
 from onepass.nn.sharding import DividedParameters, check_init, check_size
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import find_activation
-from onepass.ops.activation.kernels import check_options
+from onepass.ops.activation.formula import check_options
 from onepass.product.lora import Adapters
 from onepass.runtime.checks import check_per_token
 from onepass.runtime.fp8_recipe import Precision

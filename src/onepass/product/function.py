@@ -257,7 +257,9 @@ def _run_with_adapters(
     assert x is not None
     with_adapters, tensors = WITH_ADAPTERS[LoRA](product, adapters, x, weight)
     if needs_grad(weight, bias, *inputs, *tensors):
-        return _apply(prologue, with_adapters, *inputs, weight, bias, *tensors)
+        results = _apply(prologue, with_adapters, *inputs, weight, bias, *tensors)
+        with_adapters.mark_output(results[0] if isinstance(results, tuple) else results, bias)
+        return results
     y, rows, kept, _ = with_adapters.bind(tensors, ()).forward(prologue, inputs, weight, bias, None)
     return _results(y, prologue, rows, kept)
 

@@ -54,6 +54,37 @@ Adapters = LoRA | Sequence[LoRA] | None
 WITH_ADAPTERS: dict[type, Callable[[Any, Sequence[LoRA], Tensor, Tensor], tuple[Any, list[Tensor | None]]]] = {}
 
 
+class LowRankRows:
+    """t of a product with adapters, whose b has the gradient dy.T @ t: the op that makes dy may make that in the same pass.
+
+    A product marks its output with it (`mark`). The backward of an op that reads it marks the gradient with db.
+    """
+
+    __slots__ = ("t",)
+
+    def __init__(self) -> None:
+        self.t: Tensor | None = None
+
+    def mark(self, y: Tensor) -> None:
+        y.low_rank_rows = self, y._version  # type: ignore[attr-defined]
+
+    def mark_gradient(self, dy: Tensor, db: Tensor) -> None:
+        dy.low_rank_product = self, dy._version, db  # type: ignore[attr-defined]
+
+    def product_with(self, dy: Tensor) -> Tensor | None:
+        """Return dy.T @ t, where it came with dy. A sum of several gradients is another tensor."""
+        rows, version, db = getattr(dy, "low_rank_product", (None, None, None))
+        return db if rows is self and version == dy._version else None
+
+
+def low_rank_rows(x: Tensor) -> LowRankRows | None:
+    """Return what marks the output of a product with adapters. A view or a changed x has nothing."""
+    if torch.compiler.is_compiling():
+        return None
+    rows, version = getattr(x, "low_rank_rows", (None, None))
+    return rows if rows is not None and version == x._version else None
+
+
 def are_masked(adapters: Sequence[LoRA]) -> bool:
     """Whether adapters have documents or dropout, and need more than products of whole matrices."""
     return adapters[0].ends is not None or bool(adapters[0].dropout)

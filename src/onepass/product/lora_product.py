@@ -26,7 +26,7 @@ from onepass.gradients.main_grad import GradRequest, VectorSums, in_fsdp, main_g
 from onepass.kernels.adapter_pack import pack_adapters, unpack_adapters
 from onepass.kernels.low_rank import RowDropout
 from onepass.product.adapters import AdapterPlan, MaskedAdapters, mask_of, plan_of
-from onepass.product.lora import WITH_ADAPTERS, LoRA, are_masked
+from onepass.product.lora import WITH_ADAPTERS, LoRA, LowRankRows, are_masked
 from onepass.product.product import Forward, OutputGradient, Product, ProductCall
 from onepass.product.prologue import Inputs, Kept, Needs, Prologue
 
@@ -46,6 +46,7 @@ class LoRAProduct(NamedTuple):
     num_adapters: int  # their tensors
     deferred: DeferredWgrad | None
     takes_unrounded: bool
+    low_rank_rows: LowRankRows | None  # None: whoever makes y's gradient makes nothing else
     tensors: Sequence[Any] = ()
     needs: Sequence[bool] = ()
 
@@ -56,18 +57,20 @@ class LoRAProduct(NamedTuple):
         cls, base: Any, adapters: Sequence[LoRA], x: Tensor, weight: Tensor
     ) -> tuple[LoRAProduct, list[Tensor | None]]:  # fmt: skip
         """Return a layer's product with its adapters, and the tensors that it takes."""
-        plan, dropout = plan_of(adapters, weight), None
+        plan, dropout, layout = plan_of(adapters, weight), None, getattr(base, "layout", None)
         tensors: list[Tensor | None] = [tensor for adapter in adapters for tensor in adapter[:2]]
         if are_masked(adapters):
-            dropout, more = mask_of(adapters, plan, x, getattr(base, "layout", None))
+            dropout, more = mask_of(adapters, plan, x, layout)
             tensors += more
-        return cls(base, plan, dropout, len(tensors), base.deferred, base.takes_unrounded), tensors
+        alone = dropout is None and layout is None and not torch.compiler.is_compiling()
+        rows = LowRankRows() if alone else None
+        return cls(base, plan, dropout, len(tensors), base.deferred, base.takes_unrounded, rows), tensors
 
     def rows_in(self, x_type: torch.dtype, dtype: torch.dtype) -> Prologue:
         return self.base.rows_in(x_type, dtype)
 
     def bind(self, tensors: Sequence[Any], needs: Sequence[bool]) -> LoRAProduct:
-        return LoRAProduct(*self[:6], tensors, needs)
+        return LoRAProduct(*self[:7], tensors, needs)
 
     def forward(
         self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
@@ -91,12 +94,16 @@ class LoRAProduct(NamedTuple):
         if needs is not None and True in own_needs[::2]:  # the gradient of a takes the rows, as the weight's does
             needs = (*needs[:-2], True, needs[-1])
         y, rows, kept, base = self.base.forward(prologue, inputs, weight, bias, needs, start_with_adapters)
+        if self.low_rank_rows is not None and True in own_needs[1::2]:
+            self.low_rank_rows.t = t
         places = [main_grad_of(tensor) if need else None for tensor, need in zip(tensors, own_needs, strict=False)]
-        call: Any = LoRACall(base, self.plan, self.dropout, tensors, places)
+        call: Any = LoRACall(base, self.plan, self.dropout, tensors, places, self.low_rank_rows)
         return y, rows, (*kept, t, a, b, *mask), call
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
-        """Codes alone would not do: the adapters take y's gradient, too."""
+        """The adapters take y's gradient, too: codes alone would not do."""
+        if self.low_rank_rows is not None:
+            self.low_rank_rows.mark(y)
 
 
 WITH_ADAPTERS[LoRA] = LoRAProduct.around
@@ -118,6 +125,7 @@ class LoRACall(NamedTuple):
     dropout: RowDropout | None
     parameters: Sequence[Tensor]
     main_grads: Sequence[Tensor | None]
+    low_rank_rows: LowRankRows | None
 
     @property
     def layout(self) -> TPLayout | None:
@@ -133,7 +141,7 @@ class LoRAPass:
     """One pass of backward: a `ProductCall` around the layer's own."""
 
     def __init__(self, call: LoRACall, saved: Sequence[Any], requests: Sequence[GradRequest]) -> None:
-        base, plan, dropout, self.parameters, self.main_grads = call
+        base, plan, dropout, self.parameters, self.main_grads, self.low_rank_rows = call
         self.base, self.plan, self.no_mask = base, plan, [None] * (len(requests) - len(call.parameters))
         self.t, self.a, self.b, *mask = saved
         self.products: Any = plan if dropout is None else _masked(plan, dropout, mask)
@@ -186,7 +194,9 @@ class LoRAPass:
             own, divided = rows_of(rows()), layout is not None and layout.gathers_x
             da = self.products.gradient_of_a(u, own, self._first_row(own, divided))
             da = start_all_reduce(da, layout.group).wait() if divided and layout is not None else da
-        if self.asks_b:
+        if self.asks_b and self.low_rank_rows is not None:
+            db = self.low_rank_rows.product_with(dy)
+        if self.asks_b and db is None:
             t = self.t if layout is None or not layout.by_row else start_sum(self.t.clone(), layout).wait()
             own, divided = rows_of(dy), layout is not None and layout.gathers_dy
             db = self.products.gradient_of_b(own, t, self._first_row(own, divided))

@@ -31,11 +31,11 @@ from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_rows import ActivationRows, activation_by_formula
 from onepass.ops.activation.activations import Activation, find_activation
-from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.formula import ActivationOptions, activation_formula, check_activation, check_finite
 from onepass.ops.activation.sharding import shard_activation_linear
 from onepass.product.fp8.gradient import gradient_consumer
 from onepass.product.function import is_plain, multiply_rows, run_linear
-from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters
+from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters, low_rank_rows
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
 from onepass.runtime import saved
@@ -88,7 +88,7 @@ def _traced(
 def _check(given: Mapping[str, Any]) -> tuple[Activation, DeferredWgrad | None, Sequence[LoRA]]:
     """Raise where an argument is wrong, else return the activation, who defers the weight's gradient, and the adapters."""
     x = given["x"]
-    act = kernels.check_activation(given, given["activation_bias"], "activation_bias")
+    act = check_activation(given, given["activation_bias"], "activation_bias")
     check_linear(x, x.shape[-1] // act.parts, given["weight"], given["bias"])
     if given["sequence_parallel"]:
         check_divisible(x, given["tp_group"])
@@ -156,7 +156,7 @@ def activation_linear(
     act, deferred, adapters = _check(given)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
-        kernels.check_finite(x)
+        check_finite(x)
     layout = tp_layout(tp_group, by_row=True, sequence=sequence_parallel)
     chosen = choose("activation_linear", backend, kernels.activation_unsupported(x, act))
     if chosen not in NATIVE:
@@ -168,7 +168,8 @@ def activation_linear(
         return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product, adapters)
     stored = saved.saved_format(x, save, act.parts)
     consumer = gradient_consumer(x) if product.takes_unrounded else None
-    prologue = ActivationRows(options, use_triton, stored, product_type(x), consumer)
+    low_rank = low_rank_rows(x) if adapters and use_triton else None
+    prologue = ActivationRows(options, use_triton, stored, product_type(x), consumer, low_rank)
     inputs = x, contiguous_param(activation_bias), None if token_weight is None else token_weight.contiguous()
     return run_linear(prologue, product, inputs, weight, bias, adapters)  # type: ignore[no-any-return]
 

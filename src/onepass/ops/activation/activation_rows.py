@@ -19,10 +19,12 @@ from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import activation_of
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.lora_backward import WIDEST_RANK, lora_backward
 from onepass.product.fp8.gradient import FP8Gradient
 from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
 from onepass.product.fp8.prologue import Codes
 from onepass.product.fp8.weight import FP8Weight
+from onepass.product.lora import LowRankRows
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime import saved
 from onepass.runtime.dispatch import cast
@@ -40,6 +42,7 @@ class ActivationRows(NamedTuple):
     stored: saved.SavedFormat
     dtype: torch.dtype  # the product's
     gradient_consumer: FP8Weight | None = None  # the state of the product that made x and takes its gradient as codes
+    low_rank_rows: LowRankRows | None = None  # of the product with adapters that made x
 
     vectors: tuple[str, ...] = ("activation_bias",)
     returns: tuple[bool, bool] = (False, False)
@@ -111,7 +114,11 @@ class ActivationRows(NamedTuple):
         bias, token_weight, *packed = kept
         if u is not None and drows is not None and needs == (True, False, False) and self._multiplies(packed, u):
             x = saved.unpack(tuple(packed), self.stored)  # type: ignore[arg-type]  # they are there
-            dx, da = kernels.lora_backward(drows, x, bias, token_weight, u, self.options)
+            before = self.low_rank_rows
+            t = None if before is None or before.t is None or before.t.shape[1] > WIDEST_RANK else before.t
+            dx, da, db = lora_backward(drows, x, bias, token_weight, u, t, self.options)
+            if before is not None and db is not None:
+                before.mark_gradient(dx, db)
             return PrologueGradients((dx, None, None), da=da)
         backward: Any = backward_by_kernels if self.use_triton else backward_by_formula
         product = self.dtype if rebuild else None
@@ -120,7 +127,7 @@ class ActivationRows(NamedTuple):
 
     def _multiplies(self, packed: Sequence[Tensor | None], u: Tensor) -> bool:
         """Whether the kernel takes u."""
-        if not self.use_triton or self.stored.save != "input" or u.shape[1] > kernels.WIDEST_RANK or u.dtype.itemsize > 2:
+        if not self.use_triton or self.stored.save != "input" or u.shape[1] > WIDEST_RANK or u.dtype.itemsize > 2:
             return False
         return all(tensor is not None and tensor.dtype is u.dtype for tensor in packed) and self.stored.dtype is u.dtype
 

@@ -29,7 +29,7 @@ from onepass.gradients.vectors import VectorGrads, contiguous_param, saved_vecto
 from onepass.kernels.philox import STEPS, Seed, draw_seed, dropout_formula, row_numbers, threshold_of
 from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import Activation, find_activation
-from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.formula import ActivationOptions, activation_formula, check_activation, check_finite
 from onepass.ops.activation.sharding import shard_bias_activation
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -132,9 +132,9 @@ def _check(given: Mapping[str, Any]) -> tuple[Activation, int, FP8Target | None]
     """Raise where an argument is wrong, else return the activation, how many of 65536 elements drop, and the codes' target."""
     x, linear, dropout = given["x"], given["linear"], given["dropout"]
     if linear is None:
-        act = kernels.check_activation(given, given["bias"])
+        act = check_activation(given, given["bias"])
     else:
-        act = kernels.check_activation(given, None, halves=False)
+        act = check_activation(given, None, halves=False)
         _check_linear_part(act, x, linear, given["bias"], given["save"])
     threshold = threshold_of("dropout", dropout) if type(dropout) is not float or dropout != 0.0 else 0
     target = output_target(given["out"], x)
@@ -228,7 +228,7 @@ def bias_activation(
     act, threshold, target = _check(given)
     clamp = None if clamp is None else float(clamp)
     if save == "fp8":
-        kernels.check_finite(x)
+        check_finite(x)
     chosen = choose("bias_activation", backend, kernels.activation_unsupported(x, act))
     if chosen not in NATIVE:
         return run_other("bias_activation", chosen, **given | {"dropout": float(dropout)})

@@ -18,7 +18,7 @@ from torch import Tensor
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_rows import ActivationRows, activation_by_formula
 from onepass.ops.activation.bias_activation import bias_activation
-from onepass.ops.activation.formula import ActivationOptions
+from onepass.ops.activation.formula import ActivationOptions, check_activation
 from onepass.product.grouped import multiply_grouped_rows, run_grouped_linear, unfit_for_grouped_fp8
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose
@@ -48,7 +48,7 @@ def activation_grouped_linear(
         "x": x, "activation": activation, "token_weight": token_weight, "clamp": clamp, "linear_offset": linear_offset,
         "save": save,
     }  # fmt: skip
-    act = kernels.check_activation(given, None)
+    act = check_activation(given, None)
     product = product_type(x)
     in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
     chosen = choose("bias_activation", None, kernels.activation_unsupported(x, act))

@@ -1,13 +1,13 @@
 """The kernels of a bias and an activation, and the registered ops that launch them.
 
 They compute ops/activation/formula.py's formula and dropout. Backward can also write y again, in dy's place: activation_linear
-keeps x only. Where y is asked for by the gradient of an adapter alone, da = u.T @ y, backward makes that, and y is never written.
-A gated activation's linear half is the second of x, or a tensor of its own, `linear`, beside the gate x.
+keeps x only. Where an adapter's gradient alone asks for y, da = u.T @ y, backward makes that, and y is never written. So it makes
+db = dx.T @ t of an adapter of the layer that made x, which then need not read dx. A gated activation's linear half is the second
+of x, or a tensor of its own, `linear`, beside the gate x.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,17 +22,15 @@ from onepass.kernels.layout import as_rows
 from onepass.kernels.philox import GROUP, apply_dropout, load_seed, probability
 from onepass.kernels.rows import aligned, known_align, load_vector
 from onepass.kernels.scratch import new_scratch, stream_scratch
-from onepass.ops.activation.activations import Activation, activation_of, find_activation
+from onepass.ops.activation.activations import Activation, activation_of
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.saved_rows import load_rows, store_fp8_rows
-from onepass.runtime.checks import check_floating, check_number, check_per_token, check_vector
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.op import Registered
-from onepass.runtime.process_setting import validating
-from onepass.runtime.saved import FP8_RUN, SAVES, fp8_empty
+from onepass.runtime.saved import FP8_RUN, fp8_empty
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 
-_Rows = tuple[int, int, int | None]  # how far rows of dy, of x and of the linear part are apart
+Rows = tuple[int, int, int | None]  # how far rows of dy, of x and of the linear part are apart
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # dx, dbias, dweight, y, dlinear
 
 # ---- kernels: load, go to fp32 at once, store in the storage type ----
@@ -86,11 +84,11 @@ def _forward_kernel(
 @kernel
 def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, y_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
-    seed_ptr, linear_ptr, dlinear_ptr, u_ptr, da_ptr,
-    M, ROWS, SEED, H, DY_ROW, X_ROW, LINEAR_ROW, R, clamp, offset, threshold, scale,
+    seed_ptr, linear_ptr, dlinear_ptr, u_ptr, da_ptr, t_ptr, db_ptr,
+    M, ROWS, SEED, H, DY_ROW, X_ROW, LINEAR_ROW, R, T, clamp, offset, threshold, scale,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
     H, DY_ROW, X_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN)
@@ -107,6 +105,10 @@ def _backward_kernel(
     if u_ptr is not None:
         ranks = tl.arange(0, BLOCK_R)
         da = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+    if t_ptr is not None:
+        of_t = tl.arange(0, BLOCK_T)
+        db = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
+        db2 = db
     for first in tl.range(0, ROWS, BLOCK_M, num_stages=STAGES):
         rows = strip * ROWS + first + tl.arange(0, BLOCK_M)  # ROWS is a multiple of BLOCK_M: strips don't overlap
         real = rows < M
@@ -159,10 +161,21 @@ def _backward_kernel(
         if u_ptr is not None:
             u = tl.load(u_ptr + rows[:, None] * R + ranks[None, :], mask=(ranks < R)[None, :], other=0.0)
             da = tl.dot(tl.trans(u), tl.where(inside, y, 0.0).to(u.dtype), da)
+        if t_ptr is not None:
+            t = tl.load(t_ptr + rows[:, None] * T + of_t[None, :], mask=(of_t < T)[None, :], other=0.0)
+            db = tl.dot(tl.trans(tl.where(inside, dz, 0.0).to(t.dtype)), t, db)
+            if GATED:
+                db2 = tl.dot(tl.trans(tl.where(inside, dz2, 0.0).to(t.dtype)), t, db2)
         dbias += tl.where(inside, dz, 0.0)  # past the end dy is 0, but 0 times an infinite derivative is NaN
     if u_ptr is not None:
         at = da_ptr + strip * R * H + ranks[:, None] * H + columns[None, :]
         tl.store(at, da, mask=(ranks < R)[:, None] & within)
+    if t_ptr is not None:
+        at = db_ptr + (strip * (PARTS * H) + columns[:, None]) * T + of_t[None, :]
+        inside_b = tl.trans(within) & (of_t < T)[None, :]
+        tl.store(at, db, mask=inside_b)
+        if GATED:
+            tl.store(at + H * T, db2, mask=inside_b)
     if dbias_ptr is not None:
         at = partial_ptr + strip * (PARTS * H) + columns
         tl.store(at, tl.sum(dbias, 0), mask=columns < H)
@@ -205,19 +218,6 @@ def _backward_tiles(M: int, H: int, gated: bool, fp8: bool, multiprocessors: int
     return ColumnTiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, stages)
 
 
-_DOT = 16  # the least sizes that tensor cores multiply
-WIDEST_RANK = 64  # of an adapter whose sums fit in registers beside the activation
-
-
-def _lora_tiles(M: int, H: int, R: int, multiprocessors: int) -> ColumnTiles:
-    """Return blocks that tensor cores take, in as many strips as four programs a multiprocessor make."""
-    block_h = max(_DOT, min(power_of_two(H), 128))
-    across = ceil_div(H, block_h)
-    strips = max(1, min(ceil_div(M, _DOT), 4 * multiprocessors // across))
-    rows = ceil_div(ceil_div(M, strips), _DOT) * _DOT
-    return ColumnTiles(_DOT, block_h, across, ceil_div(M, rows), rows, 4 if R <= 32 else 8, 3)
-
-
 def _widen_to_groups(t: ColumnTiles, threshold: int) -> ColumnTiles:
     """Widen tiles to GROUP columns, which share random bits: as many values, of fewer rows at a time."""
     if not threshold or t.block_h >= GROUP:
@@ -251,15 +251,15 @@ def _forward_plan(
 
 
 @lru_cache(1024)
-def _bind_backward(
-    act: Activation, H: int, rows: _Rows, clamp: float | None, offset: float | None, threshold: int, add: bool,
-    tile: tuple[int, int, int, int], R: int = 0,
+def bind_backward(
+    act: Activation, H: int, rows: Rows, clamp: float | None, offset: float | None, threshold: int, add: bool,
+    tile: tuple[int, int, int, int], ranks: tuple[int, int] = (0, 0),
 ) -> Bound:  # fmt: skip
     (dy_row, x_row, linear_row), (block_m, block_h, num_warps, stages) = rows, tile
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
-    blocks = block_m, block_h, block_s, max(_DOT, power_of_two(R))
+    blocks = block_m, block_h, block_s, *[max(16, power_of_two(rank)) for rank in ranks]  # what tensor cores take
     bound: Bound = _backward_kernel.bind(
-        H, dy_row, x_row, linear_row, R, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks,
+        H, dy_row, x_row, linear_row, *ranks, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks,
         act.gated, FP8_RUN, known_align(H, dy_row, x_row, linear_row or 0), add, *blocks, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
@@ -267,20 +267,12 @@ def _bind_backward(
 
 @lru_cache(4096)
 def _backward_plan(
-    act: Activation, M: int, H: int, rows: _Rows, fp8: bool, threshold: int, clamp: float | None, offset: float | None,
+    act: Activation, M: int, H: int, rows: Rows, fp8: bool, threshold: int, clamp: float | None, offset: float | None,
     add: bool, device: torch.device,
 ) -> tuple[ColumnTiles, Bound]:  # fmt: skip
     t = _widen_to_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), threshold)
     tile = t.block_m, t.block_h, t.num_warps, t.stages
-    return t, _bind_backward(act, H, rows, clamp, offset, threshold, add, tile)
-
-
-@lru_cache(1024)
-def _lora_plan(
-    act: Activation, M: int, H: int, R: int, rows: _Rows, clamp: float | None, offset: float | None, device: torch.device
-) -> tuple[ColumnTiles, Bound]:  # fmt: skip
-    t = _lora_tiles(M, H, R, processors(device))
-    return t, _bind_backward(act, H, rows, clamp, offset, 0, False, (t.block_m, t.block_h, t.num_warps, t.stages), R)
+    return t, bind_backward(act, H, rows, clamp, offset, threshold, add, tile)
 
 
 # ---- launches ----
@@ -359,27 +351,10 @@ def activation_backward(
         row_sums = dweight if one else torch.empty((tiles.across, M), dtype=torch.float32, device=device)
     grid = tiles.across, tiles.down, 1
     given = dy, x, exponents, bias, weight, dx, y, dbias, partials, arrived, row_sums, seed, linear, dlinear
-    launch(grid, *given, None, None, M, tiles.rows, number)
+    launch(grid, *given, None, None, None, None, M, tiles.rows, number)
     if dweight is not None and row_sums is not None and row_sums is not dweight:
         column_sum(row_sums, dweight)
     return dx, dbias, dweight, y, dlinear
-
-
-def activation_lora_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, weight: Tensor | None, u: Tensor, options: ActivationOptions
-) -> tuple[Tensor, Tensor]:
-    """Return dx, and da = u.T @ y in fp32. y is rounded to u's type, and not written. u is [M, R], R at most `WIDEST_RANK`."""
-    act = activation_of(options.activation)
-    (dy, dy_row), (x, x_row), R = as_rows(dy), as_rows(x), u.shape[1]
-    H = dy.shape[-1]
-    M = dy.numel() // H
-    plan = act, M, H, R, (dy_row, x_row, None), options.clamp, options.linear_offset, x.device
-    tiles, launch = _lora_plan(*plan)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    parts = x.new_empty((tiles.down, R, H), dtype=torch.float32)
-    given = dy, x, None, bias, weight, dx, None, None, None, None, None, None, None, None
-    launch((tiles.across, tiles.down, 1), *given, u.contiguous(), parts, M, tiles.rows, None)
-    return dx, parts[0] if tiles.down == 1 else parts.sum(0)
 
 
 def _has_thread_per_value(tiles: ColumnTiles) -> bool:
@@ -442,15 +417,6 @@ backward = Registered(
 )
 
 
-lora_backward = Registered(
-    "bias_activation_lora_backward(Tensor dy, Tensor x, Tensor? bias, Tensor? token_weight, Tensor u, ActivationOptions options) "
-    "-> (Tensor, Tensor)",
-    activation_lora_backward,
-    lambda dy, x, bias, weight, u, options: (x.new_empty(x.shape), x.new_empty((u.shape[1], dy.shape[-1]), dtype=torch.float32)),
-    ActivationOptions,
-)
-
-
 def backward_into(
     grads: VectorGrads | None, dy: Tensor, x: Tensor, exponents: Tensor | None, bias: Tensor | None, weight: Tensor | None,
     seed: Tensor | None, linear: Tensor | None, *rest: Any, into_dy: bool = False,
@@ -505,42 +471,3 @@ def activation_variant(x: Tensor, act: Activation, save: str, linear: Tensor | N
         f"backward in {backward.down} strips of {backward.rows} rows x {backward.across} tiles of {backward.block_h} columns, "
         f"{backward.down * backward.across} programs, the bias gradient in the same kernel; x saved as {save!r}"
     )
-
-
-def check_activation(given: Mapping[str, Any], bias: Tensor | None, bias_name: str = "bias", halves: bool = True) -> Activation:
-    """Raise where an argument is wrong, else return the activation. `halves`: a gated one's gate and linear part are x's."""
-    x, token_weight = given["x"], given["token_weight"]
-    act = find_activation(given["activation"])
-    check_floating("x", x)
-    if x.dim() == 0:
-        raise ValueError("x must have at least one dimension, but is a scalar")
-    if act.gated and x.shape[-1] % 2 and halves:
-        raise ValueError(f"x must have an even last dimension for {act.name!r}, but has {x.shape[-1]}")
-    if bias is not None:
-        check_vector(bias_name, bias, x)
-    if token_weight is not None:
-        check_per_token("token_weight", token_weight, x)
-    check_options(act, given["clamp"], given["linear_offset"], given["save"])
-    return act
-
-
-def check_options(act: Activation, clamp: float | None, linear_offset: float, save: str) -> None:
-    """Raise where an option is wrong, whatever x is."""
-    if clamp is not None:
-        check_number("clamp", clamp, optional=True)
-        if not act.gated:
-            raise ValueError(f"clamp ({clamp!r}) needs a gated activation, but activation is {act.name!r}")
-        if not clamp > 0:
-            raise ValueError(f"clamp must be a positive number or None, but is {clamp!r}")
-    if type(linear_offset) is not float or linear_offset != 0.0:
-        check_number("linear_offset", linear_offset)
-        if linear_offset != linear_offset or (linear_offset and not act.gated):
-            raise ValueError(f"linear_offset must be a number, and 0 if not gated, but is {linear_offset!r} for {act.name!r}")
-    if save not in SAVES:
-        raise ValueError(f"save must be one of {', '.join(SAVES)}, but is {save!r}")
-
-
-def check_finite(x: Tensor) -> None:
-    """Raise under `validate()` where x has infinities, which fp8 codes can't hold."""
-    if validating() and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
-        raise ValueError("x must be finite for save='fp8', which can't hold infinities, but is not")

@@ -17,6 +17,7 @@ from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
+from onepass.ops.activation.lora_backward import activation_lora_backward
 from onepass.product.lora_samples import LoRASample, random_lora, with_lora
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor, fp8_error, linear_tensors
@@ -239,8 +240,10 @@ def _activation_linear_calls() -> Iterator[CoveringCall]:
             yield _activation_linear_call(activation, wide, dtype)
         for option in ("no activation_bias", "fp8", "everything"):
             yield _activation_linear_call(activation, wide, option=option)
-    for activation, width, rank in (("swiglu", 14336, 16), ("swiglu", 5000, 64), ("gelu", 16384, 16), ("gelu", 40, 4)):
-        yield _lora_call(activation, width, rank)
+    for activation, width, rank, before in (
+        ("swiglu", 14336, 16, 32), ("swiglu", 14336, 16, 0), ("swiglu", 5000, 64, 64), ("gelu", 16384, 16, 16), ("gelu", 40, 4, 4)
+    ):  # fmt: skip
+        yield _lora_call(activation, width, rank, before)
 
 
 def _activation_linear_call(
@@ -263,15 +266,17 @@ def _activation_linear_call(
     return CoveringCall(" ".join(filter(None, ("activation_linear", activation, f"{rows}x{inner}", option))), dtype, run)
 
 
-def _lora_call(activation: str, width: int, rank: int, dtype: torch.dtype = torch.bfloat16) -> CoveringCall:
-    rows = 4096
+def _lora_call(activation: str, width: int, rank: int, before: int) -> CoveringCall:
+    """Return a backward with an adapter's gradient, and where `before` isn't 0 that of the adapter of the layer before."""
+    rows, parts, dtype = 4096, ACTIVATIONS[activation].parts, torch.bfloat16
+    options = ActivationOptions(activation, None, None)
 
     def run() -> Tensor:
-        x, dy, u = (meta(rows, columns, dtype=dtype) for columns in (width * ACTIVATIONS[activation].parts, width, rank))
-        kernels.activation_lora_backward(dy, x, None, None, u, ActivationOptions(activation, None, None))
+        x, dy, u, t = (meta(rows, columns, dtype=dtype) for columns in (width * parts, width, rank, before))
+        activation_lora_backward(dy, x, None, None, u, t if before else None, options)
         return x
 
-    return CoveringCall(f"activation_linear {activation} {rows}x{width} lora {rank}", dtype, run)
+    return CoveringCall(f"activation_linear {activation} {rows}x{width} lora {rank} after {before}", dtype, run)
 
 
 def _codes_calls() -> Iterator[CoveringCall]:
