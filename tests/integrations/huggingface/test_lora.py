@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 import onepass
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import linear_layers, linears, mlps
+from onepass.ops.activation import activation_rows
+from onepass.product.lora import LowRankRows
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' and PEFT's own
@@ -281,3 +283,17 @@ def test_in_eight_bits(calls):
         loss.backward()
     assert calls == PRODUCTS
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+def test_gradients_that_come_of_the_activations_backward(monkeypatch):
+    """Those of down's a, and of gate's and up's b: nobody reads the activation, or its gradient, for them."""
+    sums, asked = [], []
+    backward, product_with = activation_rows.lora_backward, LowRankRows.product_with
+    monkeypatch.setattr(activation_rows, "lora_backward", lambda *args: sums.append(1) or backward(*args))
+    monkeypatch.setattr(LowRankRows, "product_with", lambda *args: asked.append(product_with(*args)) or asked[-1])
+    model = with_lora(made().to(torch.bfloat16))
+    huggingface.apply(model)
+    with onepass.use_backend("triton"):
+        step(model, **batch())
+    assert len(sums) == 2
+    assert sum(db is not None for db in asked) == 2
