@@ -38,6 +38,9 @@ class Int8Params(nn.Parameter):
         made.CB, made.SCB, made.has_fp16_weights = data, scale, False
         return made
 
+    def __deepcopy__(self, memo):
+        return Int8Params(self.data.clone(), self.SCB.clone())
+
 
 def numbers(*shape, seed=0, scale=1.0, dtype=FP32):
     generator = torch.Generator().manual_seed(seed)
@@ -67,8 +70,8 @@ def four_bits(N, K, dtype=FP32, quant_type="nf4", nested=True, block=64, seed=0,
     return Params4bit((codes[::2] << 4 | codes[1::2]).unsqueeze(1).to(device), state)
 
 
-def int8(N, K, seed=0):
-    weight = numbers(N, K, seed=seed, scale=K**-0.5)
+def int8(N, K, seed=0, device=DEVICE):
+    weight = numbers(N, K, seed=seed, scale=K**-0.5).to(device)
     scale = weight.abs().amax(1)
     return Int8Params((weight * (127 / scale[:, None])).round().to(torch.int8), scale)
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("peft")
 
 import peft
-from integrations.huggingface.families import FAMILIES, assert_alike, batch, made, step
+from integrations.huggingface.families import FAMILIES, VOCABULARY, assert_alike, batch, made, step
 from integrations.huggingface.test_wrapped_layers import with_lora
 from safetensors.torch import load_file
 
@@ -205,14 +205,83 @@ def test_a_hook_on_one_layer_takes_apart_what_it_is_in(calls):
     assert calls == [["linear", 1]] * 6 + PRODUCTS[4:]  # q, k, v, o, gate and up
 
 
-def test_adapters_by_row_run_by_peft(calls):
+NAMES = ["second", "default", "__base__", "second", "second", "part", "default", "__base__"]
+
+
+def several():
+    """Adapters of other ranks and scales, one of them of some layers alone, and a batch with a sample for each of NAMES."""
     model, before, _ = both()
-    model.eval()
-    before.eval()
-    inputs = {k: v for k, v in batch().items() if k != "labels"}
-    names = ["default", "__base__"] * (len(inputs["input_ids"]) // 2)
-    found, expected = (each(**inputs, adapter_names=names).logits for each in (model, before))
+    for each in (model, before):
+        torch.manual_seed(7)
+        options = {"init_lora_weights": False, "exclude_modules": ["lm_head"]}
+        each.add_adapter("second", peft.LoraConfig(r=6, lora_alpha=3, target_modules="all-linear", **options))
+        each.add_adapter("part", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], **options))
+        each.eval()
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    return model, before
+
+
+def samples(tokens):
+    ids = torch.randint(3, VOCABULARY, (len(NAMES), tokens), generator=torch.Generator().manual_seed(7))
+    return {"input_ids": ids, "labels": ids}
+
+
+def watched_orders(monkeypatch):
+    """Return a list that gets the orders that samples are taken in."""
+    orders, stock = [], linear_layers._taken
+    monkeypatch.setattr(linear_layers, "_taken", lambda x, order: orders.append(order) or stock(x, order))
+    return orders
+
+
+@pytest.mark.parametrize("names", (NAMES, sorted(NAMES), ["__base__"] * 7 + ["part"]))
+@pytest.mark.parametrize(("tokens", "ordered"), ((12, False), (3, True)))
+def test_adapters_by_sample(tokens, ordered, names, calls, monkeypatch):
+    """Samples are taken in order of their adapters where there are fewer rows than copies of adapters have."""
+    model, before = several()
+    orders = watched_orders(monkeypatch)
+    found, expected = (step(each, **samples(tokens), adapter_names=names) for each in (model, before))
+    assert_alike(found, expected)
+    assert any(order != sorted(order) for order in orders) is (ordered and names is NAMES)
+    assert len(calls) == (LAYERS if "second" in names else 4)  # q and down alone
+    with torch.no_grad():
+        found, expected = (each(**samples(tokens), adapter_names=names).logits for each in (model, before))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("beams", (1, 2))
+def test_generation_by_sample(beams, calls):
+    model, before = several()
+    given = {"input_ids": samples(5)["input_ids"], "max_new_tokens": 4, "do_sample": False, "num_beams": beams}
+    found, expected = (each.generate(**given, adapter_names=NAMES) for each in (model, before))
+    assert torch.equal(found, expected)
+    assert len(calls) == 4 * LAYERS
+    with onepass.use_backend("torch"):
+        before.set_adapter("second")
+        alone = before.generate(**given)
+    second = [i for i, name in enumerate(NAMES) if name == "second"]
+    assert torch.equal(found[second], alone[second])
+
+
+def test_more_runs_than_the_op_takes(calls, monkeypatch):
+    monkeypatch.setattr(linear_layers, "MOST_DOCUMENTS", 5)
+    model, before = several()
+    orders = watched_orders(monkeypatch)
+    found, expected = (each(**samples(12), adapter_names=NAMES).logits for each in (model, before))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert calls and [3, 4, 5] not in [order[3:6] for order in orders]
+
+
+def test_names_that_peft_refuses_are_refused(calls):
+    model, before = several()
+    for each in (model, before):
+        with pytest.raises(ValueError, match="should be the same as the number of inputs"):
+            each(**samples(12), adapter_names=NAMES[:-1])
+        for layer in each.modules():  # PEFT leaves its hooks where a call has failed
+            layer._forward_pre_hooks.clear()
+        each.base_model.merge_adapter(["second"])
+        with pytest.raises(ValueError, match="there are merged adapters"):
+            each(**samples(12), adapter_names=NAMES)
     assert not calls
 
 

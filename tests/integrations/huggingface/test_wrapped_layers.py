@@ -141,33 +141,14 @@ def with_codes(layer):
     return made
 
 
-def by_bitsandbytes(layer):
-    bnb = pytest.importorskip("bitsandbytes")
-    made = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, bias=False, has_fp16_weights=False)
-    made.weight = bnb.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
-    return made.to("cpu")
-
-
-def by_torchao(layer, trained):
+def by_torchao(layer):
     pytest.importorskip("torchao")
-    if trained:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        return convert_to_float8_training(nn.Sequential(layer), config=Float8LinearConfig(emulate=True))[0]
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    holder = nn.Sequential(layer)
-    quantize_(holder, Int8WeightOnlyConfig())
-    return holder[0]
+    return convert_to_float8_training(nn.Sequential(layer), config=Float8LinearConfig(emulate=True))[0]
 
 
-QUANTISED = {
-    "codes in a module": CodesLinear,
-    "codes in a tensor": with_codes,
-    "bitsandbytes, 8 bits": by_bitsandbytes,
-    "torchao, int8": lambda layer: by_torchao(layer, False),
-    "torchao, float8": lambda layer: by_torchao(layer, True),
-}
+QUANTISED = {"codes in a module": CodesLinear, "codes in a tensor": with_codes, "torchao, float8": by_torchao}
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -199,17 +199,20 @@ class LinearsMatch:
         for module, size in zip(self.linears, self.sizes, strict=True):
             own = [adapter._replace(rows=None) for adapter in adapters if adapter.rows == (first, first + size)]
             bias = bias_of(module) if biased else None
-            made.append(linear(x, weight_of(module), bias, lora=own or None, precision=precision_of(module)))
+            made.append(linear(x, weight_of(module, x.dtype), bias, lora=own or None, precision=precision_of(module)))
             first += size
         return torch.cat(made, -1)
 
     def precision(self) -> FP8Recipe | None:
         return precision_of(self.linears[0])
 
-    def weight(self) -> Tensor:
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight. `dtype`: of the rows that it is multiplied by, as codes may not know it."""
         if not self.frozen:
             return concat(self.weights())
-        return frozen_weight(*self.linears) if self.whole is None else self.whole[0]
+        if len(self.linears) == 1:
+            return weight_of(self.linears[0], dtype)
+        return frozen_weight(*self.linears, dtype=dtype) if self.whole is None else self.whole[0]
 
     def _is_whole(self) -> bool:
         """Whether the layers' weights are still the parts of the codes that `freeze` has made, in the same memory."""
@@ -243,11 +246,11 @@ class LinearsMatch:
                 return _of_several(x, folded, *several)
         bias = self.bias() if biased else None
         if folded is None:
-            return linear(x, self.weight(), bias, precision=precision, lora=lora)
+            return linear(x, self.weight(x.dtype), bias, precision=precision, lora=lora)
         norm = folded.norm
         options: dict[str, Any] = {"norm": "layer_norm" if norm.layer else "rms_norm", "norm_bias": norm.bias, **norm.options}
         options |= {"residual": folded.residual, "return_input": True, "precision": precision, "lora": lora}
-        y, folded.h = norm_linear(x, norm.weight, self.weight(), bias, **options)
+        y, folded.h = norm_linear(x, norm.weight, self.weight(x.dtype), bias, **options)
         return y  # type: ignore[no-any-return]
 
 

@@ -96,7 +96,7 @@ class MLPMatch:
         if y is None:
             up = self.up(x, folded, biased=False)
             y = activation_linear(
-                up, self.down.weight(), self.down.bias(), self.activation,
+                up, self.down.weight(up.dtype), self.down.bias(), self.activation,
                 activation_bias=self.up.bias(), precision=self.down.precision(), lora=self.down.adapters() or None,
             )  # fmt: skip
         return y if self.dropout is None else self.module._modules[self.dropout](y)  # type: ignore[misc]
@@ -106,7 +106,7 @@ class MLPMatch:
         if folded is None or not torch.compiler.is_compiling() or self.up.biased or self.down.biased:
             return None
         precision = self.down.precision()
-        layers = self.up.weights(), self.down.weight(), self.activation, precision
+        layers = self.up.weights(), self.down.weight(x.dtype), self.activation, precision
         if precision != self.up.precision() or not use_gated_mlp(x, folded.residual, *layers):
             return None
         norm = folded.norm
