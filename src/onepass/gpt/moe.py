@@ -20,8 +20,8 @@ from onepass.gpt.parts import Initializer, WholeWeight, plain_activation
 from onepass.nn.fp8_state import GroupedLayer
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear
-from onepass.ops.linear.grouped import grouped_linear
-from onepass.ops.linear.routing import Routes, count_tokens, gather_tokens, route, scatter_tokens
+from onepass.ops.linear.grouped import gathered_grouped_linear, grouped_linear
+from onepass.ops.linear.routing import Routes, count_tokens, gather_tokens, route
 
 
 def routed(probabilities: Tensor, k: int) -> Routes:
@@ -82,10 +82,10 @@ class Experts(DividedParameters, GroupedLayer):
         self.start("weight2", self.starts[1])
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """Return this rank's partial sum, for rows x that are sorted by expert."""
+        """Return this rank's partial sum for each route of the tokens x, sorted by expert."""
         c = self.config
         weight, precision = self.given(self.weight2), self.precision
-        h = grouped_linear(x, self.given(self.weight1), routes.ends, precision)
+        h = gathered_grouped_linear(x, self.given(self.weight1), routes, precision)
         if c.bias_activation_fusion:
             options: dict[str, Any] = {"clamp": c.activation_func_clamp_value, "linear_offset": c.glu_linear_offset}
             options |= {"token_weight": routes.weights, "save": c.activation_save, "precision": precision}
@@ -114,7 +114,7 @@ class MoE(nn.Module):
         else:
             flat, weighing = copy_to_group(flat, group), copy_to_group(probabilities, group)
         routes = routed(weighing, c.moe_router_topk)
-        y = gather_tokens(self.experts(scatter_tokens(flat, routes), routes), routes)
+        y = gather_tokens(self.experts(flat, routes), routes)
         y = (reduce_scatter_sequence if c.sequence_parallel else sum_over_group)(y, group)
         aux_loss = c.moe_aux_loss_coeff * balance(probabilities, c.moe_router_topk) if c.moe_aux_loss_coeff else None
         return y.view(x.shape), aux_loss

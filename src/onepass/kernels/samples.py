@@ -11,6 +11,7 @@ from torch import Tensor
 from onepass.kernels import decode, fp8, fp8_cast, fp8_transpose
 from onepass.kernels.adapter_pack import AdapterShapes, pack_adapters, unpack_adapters
 from onepass.kernels.low_rank import NO_DROPOUT, RowDropout, lora_expand, lora_gradient, lora_shrink
+from onepass.kernels.token_rows import order_rows, sum_rows
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.samples import SEED, THRESHOLD, CoveringCall, meta
 
@@ -40,6 +41,24 @@ def covering_calls() -> Iterator[CoveringCall]:
         yield _low_rank_call(width, rank, 0, dtype, RowDropout(THRESHOLD, SEED))
         yield _low_rank_call(width, rank, 8, dtype, RowDropout(THRESHOLD))
     yield _low_rank_call(4096, 16, 8, torch.float16)
+    for tokens, experts, k, width, dtype in (
+        (16384, 128, 8, 2048, bf16), (16384, 8, 2, 4096, bf16), (4096, 384, 6, 7168, bf16), (777, 5, 1, 33, torch.float16),
+        (16384, 32, 4, 2880, fp32),
+    ):  # fmt: skip
+        yield _experts_rows_call(tokens, experts, k, width, dtype)
+
+
+def _experts_rows_call(tokens: int, experts: int, k: int, width: int, dtype: torch.dtype) -> CoveringCall:
+    def run() -> Tensor:
+        x = meta(tokens * k, width, dtype=dtype)
+        chosen = torch.empty(tokens, k, dtype=torch.int64, device="meta")
+        with torch.no_grad():
+            for weights in (meta(tokens, k, dtype=torch.float32), meta(tokens, k, dtype=dtype)):
+                _, _, places, _ = order_rows(chosen, weights, experts)
+            sum_rows(x, places)
+        return x
+
+    return CoveringCall(f"rows of {tokens} tokens, {k} of {experts} experts, {width} wide", dtype, run)
 
 
 def _low_rank_call(width: int, rank: int, groups: int, dtype: torch.dtype, dropout: RowDropout = NO_DROPOUT) -> CoveringCall:

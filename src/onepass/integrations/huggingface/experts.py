@@ -18,8 +18,8 @@ from onepass.integrations.huggingface.probe import close, own_forward, parameter
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
 from onepass.ops.activation.activations import ACTIVATIONS, Activation
 from onepass.ops.activation.grouped import activation_grouped_linear
-from onepass.ops.linear.grouped import grouped_linear
-from onepass.ops.linear.routing import gather_tokens, route, scatter_tokens
+from onepass.ops.linear.grouped import gathered_grouped_linear
+from onepass.ops.linear.routing import gather_tokens, route
 from onepass.runtime.dispatch import under_functorch
 
 _EXPERTS, _HIDDEN, _INNER, _TOKENS = 3, 4, 6, 5
@@ -46,7 +46,7 @@ class ExpertsMatch:
         up, down = self.weights
         routes = route(weights, chosen, up.shape[0])
         precision = precision_of(self.module)
-        h = grouped_linear(scatter_tokens(x, routes), up, routes.ends, precision)
+        h = gathered_grouped_linear(x, up, routes, precision)
         options: dict[str, Any] = {"token_weight": routes.weights, "precision": precision}
         return gather_tokens(activation_grouped_linear(h, down, routes.ends, self.activation, **options), routes)
 

@@ -2,7 +2,7 @@
 
 Formula  bias_activation's without a bias, then ops/linear/grouped.py's.
 Shapes   x [M, K] or, gated, [M, 2K], token_weight [M] or [M, 1], weight [E, N, K], ends [E] int32, y [M, N].
-Saves    in eight bits x and token_weight: backward rebuilds the activation. Else what the two ops save.
+Saves    x and token_weight: backward rebuilds the activation in its own pass.
 Eight bits: forward writes the activation's codes, each row at its own scale, in the activation's pass: of a gated 16-bit x,
          4 + 1 bytes a number of the activation, where an activation and a cast move 4 + 2 and 2 + 1. Backward is the pass that
          activation_linear has, and writes the activation in 16 bits for the weight's gradient.
@@ -53,12 +53,12 @@ def activation_grouped_linear(
     in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
     chosen = choose("bias_activation", None, kernels.activation_unsupported(x, act))
     options = ActivationOptions(act.key, None if clamp is None else float(clamp), float(linear_offset) or None)
-    if not in_fp8 or chosen not in NATIVE:
+    if chosen not in NATIVE or (torch.compiler.is_compiling() and not in_fp8):
         a = bias_activation(**given)
         return multiply_grouped_rows(a, weight, ends, product_type(a), in_fp8)
     if torch.compiler.is_compiling():  # rounded once, as an uncompiled call does
         a = activation_by_formula(x, None, token_weight, options, torch.float32, save)
         return multiply_grouped_rows(a, weight, ends, product, in_fp8)
-    prologue = ActivationRows(options, chosen == "triton", saved.saved_format(x, save, act.parts), product)
+    prologue = ActivationRows(options, chosen == "triton" and x.numel() > 0, saved.saved_format(x, save, act.parts), product)
     inputs = x, None, None if token_weight is None else token_weight.contiguous()
-    return run_grouped_linear(prologue, inputs, weight, ends, in_fp8=True)
+    return run_grouped_linear(prologue, inputs, weight, ends, in_fp8=in_fp8)

@@ -10,9 +10,12 @@ Eight bits: product/grouped.py. Forward and backward cast rows, 3 bytes a number
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from onepass.product.grouped import multiply_grouped_rows, unfit_for_grouped_fp8
+from onepass.ops.linear.routing import Routes, scatter_tokens
+from onepass.product.gathered_rows import GatheredRows
+from onepass.product.grouped import multiply_grouped_rows, run_grouped_linear, unfit_for_grouped_fp8
 from onepass.runtime.dispatch import product_type
 from onepass.runtime.fp8_recipe import Precision
 
@@ -27,3 +30,13 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, precision: Precision
     product = product_type(x)
     in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
     return multiply_grouped_rows(x, weight, ends, product, in_fp8)
+
+
+def gathered_grouped_linear(x: Tensor, weight: Tensor, routes: Routes, precision: Precision = None) -> Tensor:
+    """Return `grouped_linear` of each route's row of x, [tokens, K]. It saves x, not the rows: backward gathers them again."""
+    if torch.compiler.is_compiling():  # it keeps what it likes
+        return grouped_linear(scatter_tokens(x, routes), weight, routes.ends, precision)
+    product = product_type(x)
+    in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
+    inputs = x, routes.tokens, routes.rows
+    return run_grouped_linear(GatheredRows(x.dtype, product), inputs, weight, routes.ends, in_fp8=in_fp8)

@@ -7,26 +7,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.kernels.token_rows import order_rows, sum_rows
 from onepass.runtime.dispatch import not_twice_differentiable
 
 
 class Routes(NamedTuple):
     """The rows of T tokens, k each, sorted by expert."""
 
-    weights: Tensor  # [T x k] fp32: each row's weight
-    tokens: Tensor  # [T x k]: each row's token
-    rows: Tensor  # [T, k]: each token's rows
+    weights: Tensor  # [T x k]: each row's weight
+    tokens: Tensor  # [T x k] int32: each row's token
+    rows: Tensor  # [T, k] int32: each token's rows, -1 of an expert that there isn't
     ends: Tensor  # [experts] int32: where each expert's rows end
+
+
+class _Order(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, chosen: Tensor, experts: int) -> Any:
+        by_row, tokens, rows, ends = order_rows(chosen, weights, experts)
+        ctx.save_for_backward(rows)
+        ctx.mark_non_differentiable(tokens, rows, ends)
+        return by_row, tokens, rows, ends
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return torch.where(rows < 0, torch.nan, grad[rows.clamp(min=0)]), None, None
 
 
 def route(weights: Tensor, chosen: Tensor, experts: int) -> Routes:
     """Sort rows by expert. chosen [T, k]: each token's experts; weights [T, k]: theirs; experts: how many there are."""
-    flat, k = chosen.flatten(), chosen.shape[1]
-    order = flat.argsort(stable=True)
-    rows = torch.empty_like(order)
-    rows[order] = torch.arange(order.shape[0], device=order.device)
-    ends = count_tokens(flat, experts).cumsum(0).int()
-    return Routes(weights.flatten()[order], order // k, rows.view(-1, k), ends)
+    return Routes(*_Order.apply(weights, chosen, experts))
 
 
 def count_tokens(chosen: Tensor, experts: int) -> Tensor:
@@ -47,14 +58,14 @@ class _ScatterTokens(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return dy[rows].sum(1), None, None
+        return sum_rows(dy, rows), None, None
 
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        return x[rows].sum(1)
+        return sum_rows(x, rows)  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
