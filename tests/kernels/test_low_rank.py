@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from onepass.kernels import low_rank
+from onepass.kernels import low_rank, scratch
 from onepass.kernels.low_rank import NO_DROPOUT, RowDropout, lora_expand, lora_gradient, lora_shrink
+from onepass.runtime import sizes
+from onepass.testing.mutants import copy_package, mutate
 from onepass.testing.poison import assert_written, poisoned
 
 pytest.importorskip("triton")
@@ -146,3 +148,61 @@ def test_strips_without_documents_are_summed():
         dw = lora_gradient(t, x, None, None, False, DROPPED)
         assert torch.equal(dw, lora_gradient(t, x, None, None, False, DROPPED))
     close(dw, low_rank._gradient_formula(t.double(), x.double(), None, None, False, DROPPED), FP32)
+
+
+def shared_rows_are_right(module, R=5, dropout=DROPPED):
+    """Whether rows whose columns several programs share have the formula's sums, in a second call too. C is no multiple."""
+    x, ends = drawn(70, 2100), torch.tensor([0, 31, 66], dtype=torch.int32, device=DEVICE)
+    right = []
+    for given, lead in ((ends, (3,)), (None, ())):
+        w, scales = drawn(*lead, 2100, R, seed=1), None if given is None else drawn(*lead, R, seed=2)
+        args = w, given, scales, None, 0.7, module.RowDropout(*dropout)
+        low = [module.lora_shrink(x, *args) for _ in range(2)]
+        exact = low_rank._shrink_formula(x.double(), w.double(), given, scales, None, 0.7, dropout)
+        right += [torch.equal(*low), (low[0].double() - exact).norm() < 1e-6 * exact.norm()]
+    return all(right)
+
+
+@pytest.fixture
+def _many_processors(monkeypatch):
+    """Let programs share rows, and their scratch outlast a call, as on a GPU."""
+    memory = torch.full((1 << 18,), torch.nan), torch.zeros(64, dtype=torch.int32)
+    monkeypatch.setattr(sizes, "_processors", lambda device: 132)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(scratch, "new_scratch", lambda *_: memory)
+
+
+@pytest.mark.usefixtures("_many_processors")
+@pytest.mark.parametrize("dropout", (NO_DROPOUT, DROPPED), ids=("all", "dropout"))
+@pytest.mark.parametrize("R", (1, 16, 130))
+def test_programs_share_rows(R, dropout):
+    assert low_rank._shrink_plan((70, 2100, R), (2100, 0, R, 1), 1.0, 0, (0, 1), False, 132)[2] > 1
+    assert shared_rows_are_right(low_rank, R, dropout)
+
+
+SHARED = {
+    "a part left out": ("tl.static_range(PARTS)", "tl.static_range(PARTS - 1)"),
+    "columns twice": ("range(part * OWN, width", "range(0, width"),
+    "the last columns lost": ("tl.minimum((part + 1) * OWN, C)", "tl.minimum((part + 1) * OWN, C - BLOCK_C)"),
+    "a counter that is not set back": ("tl.store(tile, 0)", "tl.store(tile, 1)"),
+    "parts of another rank": ("tl.program_id(0) // PARTS * BLOCK_R", "tl.program_id(0) * BLOCK_R"),
+    "one counter for all rows": ("arrived_ptr + block *", "arrived_ptr + 0 * block *"),
+    "scaled twice": ("t *= scale", "t *= scale * (scale if PARTS > 1 else 1.0)"),
+}
+
+
+@pytest.mark.usefixtures("_many_processors")
+@pytest.mark.parametrize("name", SHARED)
+def test_a_mutant_of_shared_rows_is_found(name, monkeypatch):
+    module = mutate(low_rank, "_shrink_kernel", *SHARED[name])
+    monkeypatch.setattr(module, "processors", lambda device: 132)
+    monkeypatch.setattr(module, "stream_scratch", scratch.stream_scratch)
+    assert not shared_rows_are_right(module)
+
+
+@pytest.mark.usefixtures("_many_processors")
+def test_a_copy_without_a_change_passes(monkeypatch):
+    module = copy_package(low_rank)
+    monkeypatch.setattr(module, "processors", lambda device: 132)
+    monkeypatch.setattr(module, "stream_scratch", scratch.stream_scratch)
+    assert shared_rows_are_right(module)

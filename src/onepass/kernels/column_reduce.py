@@ -34,8 +34,14 @@ class ColumnTiles(NamedTuple):
 @device_function
 def arrive(arrived_ptr, tile):
     """Count this program in after it stored its partials. Return whether it is its tile's last, and sees all partials."""
+    return arrive_at(arrived_ptr + tile, tl.num_programs(1))
+
+
+@device_function
+def arrive_at(counter_ptr, programs):
+    """`arrive` of this many programs at a counter of their own."""
     tl.debug_barrier()  # all of this program's partials are written before it counts itself in
-    return tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == tl.num_programs(1) - 1
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == programs - 1
 
 
 @device_function

@@ -14,18 +14,20 @@ The formulas, for CPUs and fp64, read the ends on the host.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onepass.kernels.column_reduce import arrive_at
 from onepass.kernels.grouped_product import group_rows
 from onepass.kernels.language import device_function, tl, triton_unsupported
-from onepass.kernels.launch import Bound, grid_of, kernel
+from onepass.kernels.launch import Bound, Grid, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.philox import apply_dropout, dropout_formula, keep_mask, load_seed, probability
 from onepass.kernels.rows import aligned, known_align
+from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.runtime.op import Registered
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 
@@ -72,13 +74,18 @@ def _size_of(ends_ptr, e, size):
 
 @kernel
 def _shrink_kernel(
-    x_ptr, w_ptr, t_ptr, ends_ptr, scales_ptr, seed_ptr, M, FIRST, SEED, X_ROW, C, R, W_E, W_C, W_R, E, scale, threshold,
+    x_ptr, w_ptr, t_ptr, ends_ptr, scales_ptr, seed_ptr, partial_ptr, arrived_ptr,
+    M, FIRST, SEED, X_ROW, C, R, W_E, W_C, W_R, E, scale, threshold,
     ALIGN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
+    """PARTS programs share a row's columns. The last to arrive adds their sums, in order."""
     X_ROW, C = aligned(X_ROW, ALIGN), aligned(C, ALIGN)
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    part = tl.program_id(0) % PARTS
+    r = tl.program_id(0) // PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
+    OWN = tl.cdiv(C, PARTS * BLOCK_C) * BLOCK_C  # columns
     first, last = 0, 0
     if ends_ptr is not None:
         documents, first, last, wrong = _documents_of(ends_ptr, rows, M, E, BLOCK_E)
@@ -86,11 +93,11 @@ def _shrink_kernel(
         seed = load_seed(seed_ptr, SEED)
     t = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     for e in range(first, last + 1):
-        width = C
+        width = tl.minimum((part + 1) * OWN, C)
         if ends_ptr is not None:
-            width = _size_of(ends_ptr, e, C)
+            width = _size_of(ends_ptr, e, width)
         own = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for left in range(0, width, BLOCK_C):
+        for left in range(part * OWN, width, BLOCK_C):
             c = left + tl.arange(0, BLOCK_C)
             x = tl.load(x_ptr + rows[:, None] * X_ROW + c[None, :], mask=(rows < M)[:, None] & (c < C)[None, :], other=0.0)
             if threshold is not None:
@@ -101,10 +108,21 @@ def _shrink_kernel(
         if scales_ptr is not None:
             own *= tl.load(scales_ptr + e * R + r, mask=r < R, other=0.0).to(tl.float32)[None, :]
         t = own if ends_ptr is None else tl.where((documents == e)[:, None], own, t)
-    t *= scale
-    if ends_ptr is not None:
-        t = tl.where(wrong, float("nan"), t)
-    tl.store(t_ptr + rows[:, None] * R + r[None, :], t, mask=(rows < M)[:, None] & (r < R)[None, :])
+    inside, at, last_one = (rows < M)[:, None] & (r < R)[None, :], rows[:, None] * R + r[None, :], True
+    if PARTS > 1:
+        tl.store(partial_ptr + part * M.to(tl.int64) * R + at, t, mask=inside)
+        tile = arrived_ptr + block * (tl.num_programs(0) // PARTS) + tl.program_id(0) // PARTS
+        last_one = arrive_at(tile, PARTS)
+        if last_one:
+            t = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for other in tl.static_range(PARTS):  # others wrote it: not from this multiprocessor's L1
+                t += tl.load(partial_ptr + other * M.to(tl.int64) * R + at, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(tile, 0)
+    if last_one:
+        t *= scale
+        if ends_ptr is not None:
+            t = tl.where(wrong, float("nan"), t)
+        tl.store(t_ptr + at, t, mask=inside)
 
 
 @kernel
@@ -192,9 +210,10 @@ Sizes = tuple[int, ...]
 
 @lru_cache(1024)
 def _shrink_plan(
-    C: int, R: int, strides: Sizes, scale: float, threshold: int, groups: Sizes, wide: bool
-) -> tuple[Bound, int, int]:
-    """Return the bound kernel, its rows and its programs across. Few rows: they are all of the parallelism."""
+    shape: Sizes, strides: Sizes, scale: float, threshold: int, groups: Sizes, wide: bool, multiprocessors: int
+) -> tuple[Bound, Grid, int]:
+    """Return the bound kernel, its grid, and how many programs share a row. Blocks of few rows, as nothing else is parallel."""
+    M, C, R = shape
     x_row, *of_w = strides
     E, block_e = groups
     both = bool(E and threshold)  # more would not fit in registers
@@ -202,8 +221,11 @@ def _shrink_plan(
     block_c = 32 if wide and both else 64 if wide or both or block_r > 64 else 128
     dropped, keep_scale = probability(threshold)
     sizes = x_row, C, R, *of_w, E, scale * (keep_scale or 1.0), dropped
-    bound = _shrink_kernel.bind(*sizes, known_align(x_row, C), block_e, block_m, block_c, block_r)
-    return bound, block_m, ceil_div(R, block_r)
+    across, down, parts = ceil_div(R, block_r), ceil_div(M, block_m), 1
+    while parts < 8 and 2 * parts * across * down <= 4 * multiprocessors and 8 * parts * block_c <= C:
+        parts *= 2
+    bound = _shrink_kernel.bind(*sizes, known_align(x_row, C), block_e, block_m, block_c, block_r, parts)
+    return bound, grid_of(parts * across, down), parts
 
 
 @lru_cache(1024)
@@ -245,7 +267,8 @@ def _groups(ends: Tensor | None) -> Sizes:
 
 
 def lora_shrink_forward(
-    x: Tensor, w: Tensor, ends: Tensor | None, scales: Tensor | None, seed: Tensor | None, scale: float, dropout: RowDropout
+    x: Tensor, w: Tensor, ends: Tensor | None, scales: Tensor | None, seed: Tensor | None, scale: float, dropout: RowDropout,
+    *, keep_scratch: bool = True,
 ) -> Tensor:  # fmt: skip
     """Return t in x's type. `scales` [E, R] multiply it beside `scale`."""
     if _by_formula(x):
@@ -254,9 +277,14 @@ def lora_shrink_forward(
     t = x.new_empty(M, R)
     x, x_row = as_rows(x)
     strides, wide = (x_row, *_of_matrices(w)), x.dtype.itemsize > 2
-    launch, block_m, across = _shrink_plan(C, R, strides, scale, dropout.threshold, _groups(ends), wide)
-    if M:
-        launch(grid_of(across, ceil_div(M, block_m)), x, w, t, ends, scales, seed, M, dropout.first_row, dropout.number)
+    if not M:
+        return t
+    plan = (M, C, R), strides, scale, dropout.threshold, _groups(ends), wide, processors(x.device)
+    launch, grid, parts = _shrink_plan(*plan)
+    scratch: tuple[Tensor | None, ...] = (None, None)
+    if parts > 1:
+        scratch = (stream_scratch if keep_scratch else new_scratch)(parts * M * R, grid[0] * grid[1] * grid[2], x.device)
+    launch(grid, x, w, t, ends, scales, seed, *scratch, M, dropout.first_row, dropout.number)
     return t
 
 
@@ -364,6 +392,7 @@ lora_shrink = Registered(
     lora_shrink_forward,
     lambda x, w, *rest: x.new_empty(x.shape[0], w.shape[-1]),
     RowDropout,
+    dispatched=partial(lora_shrink_forward, keep_scratch=False),
 )
 lora_expand = Registered(
     "lora_expand(Tensor t, Tensor w, Tensor? start, Tensor? ends, Tensor? seed, RowDropout dropout) -> Tensor",
