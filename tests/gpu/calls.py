@@ -62,6 +62,38 @@ def captured(function):
     return results, graph
 
 
+def compilations(*kernels):
+    """How many variants of kernels Triton has compiled or loaded so far in this process."""
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.jit.device_caches.values())
+
+
+def launched(function):
+    """The names of the kernels, copies and fills that a second call runs, in order."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
+        function()
+        torch.cuda.synchronize()
+    return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def replays_on_any_stream(function, replays=1):
+    """Whether a captured function's replays write what it returned before, on the current stream and on another."""
+    expected = [t.detach().clone() for t in function()]
+    results, graph = captured(function)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.current_stream()):
+        for t in results:
+            t.detach().fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(replays):
+                graph.replay()
+        torch.cuda.synchronize()
+        if not all(map(torch.equal, results, expected)):
+            return False
+    return True
+
+
 @contextmanager
 def deterministic_algorithms():
     """Use deterministic algorithms, and fail on warnings about nondeterminism.

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from gpu.calls import nobody_waits
+from gpu.calls import compilations, nobody_waits, replays_on_any_stream
 
 import onepass
 from onepass.kernels import column_reduce
@@ -47,8 +47,7 @@ def close_to_formula(activation, x, bias, dy, **options):
 
 def compiled():
     """How many kernels of this op Triton has compiled or loaded so far in this process."""
-    kernels = shared._forward_kernel, shared._backward_kernel, column_reduce._column_sum_kernel
-    return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+    return compilations(shared._forward_kernel, shared._backward_kernel, column_reduce._column_sum_kernel)
 
 
 def test_a_new_number_of_rows_compiles_nothing_and_a_new_width_once():
@@ -118,23 +117,7 @@ def test_streams_at_the_same_time_do_not_meet():
 
 def test_graphs_replay_on_any_stream():
     x, bias, dy = inputs(512, 4096)
-    expected = grads("gelu", x, bias, dy)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        grads("gelu", x, bias, dy)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = grads("gelu", x, bias, dy)
-    for stream in (torch.cuda.current_stream(), side):
-        for t in captured:
-            t.detach().fill_(float("nan"))
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            graph.replay()
-        torch.cuda.synchronize()
-        assert equal(captured, expected)
+    assert replays_on_any_stream(lambda: grads("gelu", x, bias, dy))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -267,18 +250,7 @@ def test_two_tensors_compiled_and_captured():
     gate, linear = (t.detach().requires_grad_() for t in given[:2])
     y = fused(gate, linear)
     assert equal((y, *torch.autograd.grad(y, (gate, linear), given[2])), expected)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        pair_grads(*given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = pair_grads(*given)
-    for t in captured:
-        t.detach().fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert equal(captured, expected)
+    assert replays_on_any_stream(lambda: pair_grads(*given))
 
 
 def test_two_tensors_with_offsets_past_31_bits():

@@ -4,7 +4,17 @@ import gc
 
 import pytest
 import torch
-from gpu.calls import at_the_side, captured, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
+from gpu.calls import (
+    at_the_side,
+    captured,
+    compilations,
+    launched,
+    memory_goes_back,
+    needs_60_gib,
+    nobody_waits,
+    other_stream,
+    taken,
+)
 from ops.calls import equal
 from ops.embedding_oracle import BF16, FP16, FP32, Case, judge_case
 
@@ -96,10 +106,7 @@ def test_nobody_waits_and_one_kernel_each_way():
     onepass.embedding(ids, weight).backward(dy)
     with nobody_waits():
         onepass.embedding(ids, weight).backward(dy)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        onepass.embedding(ids, weight).backward(dy)
-        torch.cuda.synchronize()
-    names = [e.key for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA for _ in range(e.count)]
+    names = launched(lambda: onepass.embedding(ids, weight).backward(dy))
     assert len(names) == 2, names
 
 
@@ -114,17 +121,14 @@ def test_in_a_graph():
 
 
 def test_a_new_number_of_tokens_compiles_nothing():
-    def compiled():
-        found = forward._embedding_kernel, backward._embedding_backward_kernel
-        return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in found)
-
+    kernels = forward._embedding_kernel, backward._embedding_backward_kernel
     for M in (640, 66000):  # the second has its tokens ordered by PyTorch: the look-up alone is another kernel
         assert forward.orders_in_kernel(M, 333, 1152) == (M == 640)
         step(*inputs(M, 333, 1152))
-    before = compiled()
+    before = compilations(*kernels)
     for M in (1, 2, 3, 16, 33, 4096, 65536, 70000):
         step(*inputs(M, 333, 1152))
-    assert compiled() == before > 0
+    assert compilations(*kernels) == before > 0
 
 
 def test_what_is_kept_and_taken():

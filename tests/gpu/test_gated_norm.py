@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from gpu.calls import captured, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
+from gpu.calls import captured, compilations, launched, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
 from ops.calls import equal
 from ops.gated_norm_oracle import Case, judge_case
 
@@ -84,10 +84,7 @@ def test_nobody_waits_and_one_kernel_each_way():
     step(*given)
     with nobody_waits():
         step(*given)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        step(*given)
-        torch.cuda.synchronize()
-    names = [e.key for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA for _ in range(e.count)]
+    names = launched(lambda: step(*given))
     assert len(names) == 2, names
 
 
@@ -100,15 +97,12 @@ def test_in_a_graph():
 
 
 def test_a_new_number_of_rows_compiles_nothing():
-    def compiled():
-        found = gated_kernels._gated_forward_kernel, gated_kernels._gated_backward_kernel
-        return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in found)
-
+    kernels = gated_kernels._gated_forward_kernel, gated_kernels._gated_backward_kernel
     step(*inputs(64, 192))
-    before = compiled()
+    before = compilations(*kernels)
     for M in (1, 2, 3, 16, 33, 40_000):
         step(*inputs(M, 192))
-    assert compiled() == before > 0
+    assert compilations(*kernels) == before > 0
 
 
 def test_compiled():

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from gpu.calls import nobody_waits
+from gpu.calls import compilations, nobody_waits, replays_on_any_stream
 
 import onepass
 from onepass.kernels import scratch
@@ -291,24 +291,7 @@ def test_a_busy_gpu_does_not_hold_up_programs_that_wait(H):
 @pytest.mark.parametrize("H", (512, 4096, 32768))
 def test_graphs_replay_on_any_stream(H, layer):
     leaves, dys = inputs(512, H, layer, True)
-    expected = grads(layer, leaves, dys)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        grads(layer, leaves, dys)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = grads(layer, leaves, dys)
-    for stream in (torch.cuda.current_stream(), side, torch.cuda.current_stream()):
-        for t in captured:
-            t.detach().fill_(float("nan"))
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            graph.replay()
-            graph.replay()
-        torch.cuda.synchronize()
-        assert equal(captured, expected)
+    assert replays_on_any_stream(lambda: grads(layer, leaves, dys), replays=2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -336,11 +319,10 @@ def test_no_call_waits_for_the_gpu(H, layer):
 
 def compiled():
     """How many kernels of this op Triton has compiled or loaded so far in this process."""
-    kernels = (
+    return compilations(
         norm_forward._short_kernel, norm_forward._long_kernel,
         norm_backward._rows_kernel, norm_backward._shared_kernel, few_rows._few_rows_kernel,
     )  # fmt: skip
-    return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
 
 @kinds

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from gpu.calls import captured, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
+from gpu.calls import captured, compilations, launched, memory_goes_back, needs_60_gib, nobody_waits, other_stream, taken
 from ops.calls import equal
 from ops.softmax_oracle import MASKS, Case, judge_case
 
@@ -157,10 +157,7 @@ def test_nobody_waits_and_one_kernel_each_way():
     step(x, dy, mask=mask)
     with nobody_waits():
         step(x, dy, mask=mask)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        step(x, dy, mask=mask)
-        torch.cuda.synchronize()
-    names = [e.key for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA for _ in range(e.count)]
+    names = launched(lambda: step(x, dy, mask=mask))
     assert len(names) == 2, names
 
 
@@ -174,17 +171,14 @@ def test_in_a_graph():
 
 
 def test_a_new_number_of_rows_compiles_nothing():
-    def compiled():
-        found = kernels._softmax_kernel, kernels._softmax_backward_kernel
-        return sum(len(kernel.jit.device_caches[torch.cuda.current_device()][0]) for kernel in found)
-
+    both = kernels._softmax_kernel, kernels._softmax_backward_kernel
     for causal in (False, True):
         step(*inputs(2, 64, 1152), causal=causal)
-    before = compiled()
+    before = compilations(*both)
     for M in (1, 2, 3, 16, 33, 4096):
         for causal in (False, True):
             step(*inputs(3, M, 1152), causal=causal)
-    assert compiled() == before > 0
+    assert compilations(*both) == before > 0
 
 
 def test_only_y_is_kept():

@@ -5,22 +5,16 @@ from unittest import mock
 
 import pytest
 import torch
-from gpu.calls import nobody_waits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import onepass
 from onepass.nn import ColumnParallelLinear, Linear, RowParallelLinear, VocabParallelEmbedding, sharded_state_dict
 from onepass.ops.embedding import embedding as embedding_op
-from onepass.ops.embedding.gradient import add_rows
 from onepass.testing.poison import unchanged
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LINEARS = pytest.mark.parametrize("kind", (Linear, ColumnParallelLinear, RowParallelLinear))
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 def seeded(make, seed=5):
     torch.manual_seed(seed)
     return make()
@@ -245,113 +239,6 @@ def test_the_embedding_is_torchs(shape, looked):
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
 
 
-def test_ids_of_32_bits_and_gradients_that_are_not_contiguous():
-    layer = VocabParallelEmbedding(11, 6, device=DEVICE, dtype=torch.float64)
-    ids = tokens(3, 5)
-    for given in (ids, ids.int(), ids.T.contiguous().T):
-        layer.weight.grad = None
-        layer(given).sum().backward()
-        torch.testing.assert_close(layer.weight.grad[:, 0], ids.flatten().bincount(minlength=11).double())
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("main", (None, *TYPES), ids=lambda main: f"main {main}")
-def test_gradients_of_rows_are_summed_wide_and_rounded_once(dtype, main):
-    layer = VocabParallelEmbedding(11, 6, device=DEVICE, dtype=dtype)
-    start = torch.zeros(11, 6, device=DEVICE, dtype=dtype if main is None else main)
-    if main is not None:
-        layer.weight.main_grad = start.normal_()
-    before, ids = start.double(), tokens(600)
-    dy = torch.randn(600, 6, device=DEVICE).to(dtype) + 1
-    layer(ids).backward(dy)
-    exact = before.index_add(0, ids, dy.double())
-    got = layer.weight.grad if main is None else layer.weight.main_grad
-    assert got.dtype == start.dtype and (main is None) == (layer.weight.grad is not None)
-    once = exact.to(start.dtype).double()
-    assert (got.double() - exact).norm() <= 1.25 * (once - exact).norm() + 1e-6 * exact.norm()
-
-
-@pytest.mark.parametrize("main", TYPES, ids=str)
-def test_rows_nobody_asks_for_stay_as_they_are(main):
-    main_grad = torch.randn(50, 6, device=DEVICE).to(main)
-    before = main_grad.clone()
-    add_rows(main_grad, torch.ones(3, 6, device=DEVICE), torch.tensor([4, 9, 4], device=DEVICE))
-    changed = (main_grad != before).any(1).nonzero().flatten()
-    assert changed.tolist() == [4, 9]
-    add_rows(main_grad, torch.ones(0, 6, device=DEVICE), tokens(0))
-    torch.testing.assert_close(main_grad[9], before[9] + 1)
-
-
-@pytest.mark.parametrize("main", TYPES, ids=str)
-def test_wide_rows_are_not_rounded_before_they_are_summed(main):
-    dy = torch.tensor([1 + 2.0**-12, -1.0], device=DEVICE).repeat(4096).unsqueeze(-1)
-    main_grad = torch.zeros(3, 1, device=DEVICE, dtype=main)
-    add_rows(main_grad, dy, torch.ones(8192, device=DEVICE, dtype=torch.long))
-    assert main_grad.tolist() == [[0.0], [1.0], [0.0]]
-
-
-@pytest.mark.parametrize("main", (torch.float32, torch.bfloat16), ids=str)
-def test_gradients_of_rows_are_the_same_each_time(main):
-    ids, dy = tokens(60000), torch.randn(60000, 64, device=DEVICE)
-    sums = [torch.zeros(11, 64, device=DEVICE, dtype=main) for _ in range(4)]
-    for main_grad in sums:
-        add_rows(main_grad, dy, ids)
-    assert all(torch.equal(main_grad, sums[0]) for main_grad in sums)
-
-
-@pytest.mark.parametrize("gathers", (True, False))
-def test_tied_with_the_head(gathers):
-    layer = VocabParallelEmbedding(11, 6, device=DEVICE)
-    exact = nn.Parameter(layer.weight.detach().double())
-    if gathers:
-        gathering(layer)
-    for _ in range(2):
-        ids, dy = tokens(3, 5), torch.randn(3, 5, 11, device=DEVICE)
-        onepass.linear(layer(ids), layer.weight).backward(dy)
-        F.linear(F.embedding(ids, exact), exact).backward(dy.double())
-    got = layer.weight.main_grad if gathers else layer.weight.grad
-    torch.testing.assert_close(got.double(), exact.grad, rtol=1e-5, atol=1e-5)
-    assert not gathers or not layer.weight.grad.any()
-
-
-def test_what_is_frozen_costs_nothing():
-    layer = VocabParallelEmbedding(11, 6).requires_grad_(False)
-    layer.weight.main_grad = "not a tensor"  # and is not looked at
-    assert not layer(tokens(3).cpu()).requires_grad
-
-
-def test_ids_of_nobody_are_nan_where_they_are_not_looked_at():
-    layer = VocabParallelEmbedding(11, 6, device=DEVICE)
-    ids = torch.tensor([3, -1, 11, 10], device=DEVICE)
-    with as_on_a_gpu():
-        y = layer(ids)
-    assert y[1:3].isnan().all() and torch.equal(y[::3], layer.weight[[3, 10]])
-    dy = torch.full_like(y, torch.nan)
-    dy[::3] = 1.0
-    y.backward(dy)
-    assert layer.weight.grad.sum(1).tolist() == [0.0] * 3 + [6.0] + [0.0] * 6 + [6.0]
-    with onepass.validate(), pytest.raises(IndexError, match="ids must be from 0 to 10"):
-        layer(ids)
-
-
-@pytest.mark.parametrize("gathers", (True, False))
-def test_the_embedding_compiles_without_a_break(gathers):
-    def grads(compiled):
-        layer = seeded(lambda: VocabParallelEmbedding(11, 6, device=DEVICE))
-        if gathers:
-            gathering(layer)
-        call = torch.compile(lambda ids: layer(ids) * 2, backend="aot_eager", fullgraph=True) if compiled else layer
-        ids = torch.tensor([[3, 4, 3], [1, 0, 3]], device=DEVICE)
-        y = call(ids)
-        y.sum().backward()
-        assert not gathers or layer.weight.grad_added_to_main_grad
-        return y.detach(), layer.weight.main_grad if gathers else layer.weight.grad
-
-    y, got = grads(True)
-    eager, expected = grads(False)
-    assert torch.equal(y, 2 * eager) and torch.equal(got, 2 * expected)
-
-
 def test_where_there_are_no_values_to_look_at():
     assert VocabParallelEmbedding(11, 6, device="meta")(torch.ones(3, dtype=torch.long, device="meta")).shape == (3, 6)
     with FakeTensorMode():
@@ -363,15 +250,3 @@ def test_where_there_are_no_values_to_look_at():
 def test_the_sequence_comes_first_where_it_is_to_be_scattered():
     layer, ids = VocabParallelEmbedding(11, 6, reduce_scatter_embeddings=True), torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert torch.equal(layer(ids), layer.weight[ids].transpose(0, 1))
-
-
-def test_nothing_waits_for_the_gpu():
-    if DEVICE == "cpu":
-        pytest.skip("needs a GPU")
-    layers = [VocabParallelEmbedding(11, 6, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    ids = tokens(3, 50)
-    with nobody_waits():
-        for layer in layers:
-            layer(ids).sum().backward()
-            gathering(layer)
-            layer(ids).sum().backward()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onepass
-from onepass.nn import LinearCrossEntropy, VocabParallelEmbedding, sharded_state_dict
+from onepass.nn import LinearCrossEntropy, sharded_state_dict
 from onepass.parallel import DeferredWgrad, MainGrads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,13 +99,6 @@ def test_class_weights_and_probabilities_are_torchs():
         LinearCrossEntropy(12, 77, class_weight=weight[1:])
 
 
-def test_the_stats_come_with_the_loss():
-    head, (hidden, labels) = LinearCrossEntropy(12, 77, device=DEVICE), given()
-    loss, stats = head(hidden, labels, return_stats=True)
-    torch.testing.assert_close(loss, -stats.log_prob.sum() / 14)
-    assert stats.correct.shape == labels.shape
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_logits_are_what_the_loss_is_of(dtype):
     hidden, labels = given(dtype)
@@ -122,23 +115,6 @@ def test_logits_are_what_the_loss_is_of(dtype):
         torch.testing.assert_close(head(hidden, labels), expected, **close)
         logits.float().square().sum().backward()
         assert head.weight.grad.any() and head.bias.grad.any()
-
-
-@pytest.mark.parametrize("skips", (True, False))
-def test_tied_to_an_embedding(skips):
-    table = VocabParallelEmbedding(77, 12, device=DEVICE)
-    exact = nn.Parameter(table.weight.detach().double())
-    head = LinearCrossEntropy(12, 77, skip_weight_param_allocation=skips, device=DEVICE)
-    if skips:
-        assert not list(head.parameters())
-    else:
-        head.weight = table.weight
-    ids, labels = torch.randint(77, (2, 9), device=DEVICE)
-    head(table(ids), labels, weight=table.weight if skips else None).backward()
-    F.cross_entropy(F.linear(F.embedding(ids, exact), exact), labels).backward()
-    torch.testing.assert_close(table.weight.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
-    logits, expected = head.logits(table(ids), table.weight if skips else None), F.linear(F.embedding(ids, exact), exact)
-    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_another_modules_weight_has_its_shape():

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from ops.oracle import BF16, DEVICE, FP16, FP32, LAYOUTS, Counters, NamedCase, judge_call, laid_out, replaced
 
+from onepass.kernels.language import device_function
 from onepass.ops.activation import bias_activation as real
 from onepass.runtime.saved import fp8_dequantise, fp8_quantise
 from onepass.testing.budget import BudgetReport, run
@@ -45,6 +46,17 @@ class Case(NamedCase):
     @property
     def options(self) -> dict[str, object]:
         return {"clamp": self.clamp, "linear_offset": self.offset} if self.gated else {}
+
+
+@device_function
+def cubed(z):
+    """A user's own activation."""
+    return z * z * z
+
+
+@device_function
+def cubed_derivative(z):
+    return 3.0 * z * z
 
 
 # ---- adversarial inputs ----

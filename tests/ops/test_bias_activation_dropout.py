@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from ops.bias_activation_oracle import CLAMPS, GATED, PLAIN, call, plain_formula, small_tiles, wide
+from ops.bias_activation_oracle import CLAMPS, GATED, PLAIN, call, cubed, cubed_derivative, plain_formula, small_tiles, wide
 from ops.bias_activation_oracle import Case as ActivationCase
 from ops.bias_activation_oracle import draw as drawn
 from ops.calls import backends, equal, gradients, needs_triton, refused
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import onepass
 import onepass.ops.activation.bias_activation as module
 from onepass.kernels import column_reduce as strips
-from onepass.kernels.language import device_function, triton
+from onepass.kernels.language import triton
 from onepass.nn import BiasActivation
 from onepass.ops.activation import activations, kernels
 from onepass.runtime.saved import SAVES
@@ -225,19 +225,9 @@ def test_a_bias_with_main_grad(backend):
     torch.testing.assert_close(bias.main_grad, expected)
 
 
-@device_function
-def _cubed(z):
-    return z * z * z
-
-
-@device_function
-def _cubed_derivative(z):
-    return 3.0 * z * z
-
-
 @backends
 def test_registered_activations_and_shorthands(backend):
-    activations.register_activation("cube", lambda z: z**3, _cubed if triton else None, _cubed_derivative if triton else None)
+    activations.register_activation("cube", lambda z: z**3, cubed if triton else None, cubed_derivative if triton else None)
     try:
         x, _, _ = tensors(False)
         y, dx = gradients(op("cube", backend=backend), (x,))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ops.bias_activation_oracle import small_tiles
-from ops.calls import refused
+from ops.bias_activation_oracle import cubed, cubed_derivative, small_tiles
+from ops.calls import needs_triton, refused
 from ops.oracle import DEVICE
 
 import onepass
@@ -76,26 +76,11 @@ def _registry():
     activations.ACTIVATIONS.update(before)
 
 
-if triton is not None:
-
-    @triton.jit
-    def _cube(z):
-        return z * z * z
-
-    @triton.jit
-    def _cube_derivative(z):
-        return 3.0 * z * z
-
-
-def cubed(z):
-    return z * z * z
-
-
 @pytest.mark.usefixtures("_registry")
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_registered_activation_runs_by_its_kernels(gated):
-    onepass.register_activation("cube", cubed, _cube, _cube_derivative, gated=gated)
+    onepass.register_activation("cube", lambda z: z**3, cubed, cubed_derivative, gated=gated)
     inputs = torch.randn(5, 80, device=DEVICE, requires_grad=True), torch.randn(80, device=DEVICE, requires_grad=True)
     results = []
     for backend in ("triton", "torch"):
@@ -130,10 +115,10 @@ def test_registering_badly_says_what_and_why():
     with pytest.raises(TypeError, match="formula must be a function of a tensor, but is str"):
         onepass.register_activation("mine", "tanh")
     with pytest.raises(ValueError, match="forward and derivative must be given together, but derivative is missing"):
-        onepass.register_activation("mine", torch.tanh, forward=cubed)
+        onepass.register_activation("mine", torch.tanh, forward=torch.tanh)
     if triton is not None:
         with pytest.raises(TypeError, match=r"forward must be a @triton.jit function, but is function"):
-            onepass.register_activation("mine", torch.tanh, cubed, cubed)
+            onepass.register_activation("mine", torch.tanh, lambda z: z, lambda z: z)
     for name, words in ((5, "name must be a word"), ("", "name must be a word")):
         with pytest.raises(TypeError, match=words):
             onepass.register_activation(name, torch.tanh)

@@ -6,18 +6,16 @@ from functools import partial
 import pytest
 import torch
 from ops.bias_activation_oracle import small_tiles
+from ops.calls import backends, needs_triton
 from ops.oracle import BF16, DEVICE, FP16, FP32
 
 import onepass
 import onepass.ops.activation.bias_activation as module
-from onepass.kernels.language import triton
 from onepass.ops.activation import kernels
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.runtime import saved
 from onepass.testing.poison import bytes_kept, saved_tensors
 
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="triton is not installed"))
-backends = pytest.mark.parametrize("backend", [TRITON, "torch"])
 INF, NAN = float("inf"), float("nan")
 
 
@@ -46,7 +44,7 @@ def hard_rows(columns, dtype=FP32):
     return x.to(dtype).to(DEVICE)
 
 
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 @pytest.mark.parametrize("columns", [64, 130, 200, 2])
 @pytest.mark.parametrize("activation", ["relu", "reglu"])
@@ -60,7 +58,7 @@ def test_kernel_and_formula_keep_the_same_codes(activation, columns, dtype):
     assert torch.equal(exponents, expected[1])
 
 
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("activation", ["relu", "reglu"])
 def test_kernel_and_formula_read_the_same_values(activation):
     x, parts = hard_rows(200), 2 if activation == "reglu" else 1

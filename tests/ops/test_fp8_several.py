@@ -24,7 +24,6 @@ pytestmark = [
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, K, TOKENS = (32, 16, 48), 64, 20
-norms = pytest.mark.parametrize("norm", (None, "rms_norm", "layer_norm"))
 
 
 class Layers:
@@ -108,10 +107,15 @@ def steps_of_one(recipe, norm):
     return steps(partial(one.of_one, recipe=recipe), one), states(one)
 
 
-@recipes
-@norms
-@pytest.mark.parametrize(("graph", "together"), [(False, True), (True, False), (True, True)], ids=("called", "apart", "together"))
-def test_they_are_as_one_layer(recipe, norm, together, graph):
+WAYS = {"called": (False, True), "apart": (True, False), "together": (True, True)}  # in a graph, in one place in memory
+NORMS = (None, "rms_norm", "layer_norm")
+# each recipe, each norm and each way with each of the others
+PAIRS = [(recipe, norm, list(WAYS)[(i + j) % 3]) for i, recipe in enumerate(RECIPES) for j, norm in enumerate(NORMS)]
+
+
+@pytest.mark.parametrize(("recipe", "norm", "way"), PAIRS)
+def test_they_are_as_one_layer(recipe, norm, way):
+    recipe, (graph, together) = RECIPES[recipe], WAYS[way]
     several = Layers(True, norm, together=together)
     expected, theirs = steps_of_one(recipe, norm)
     call = compiled(several, recipe) if graph else partial(several.of_several, recipe=recipe)

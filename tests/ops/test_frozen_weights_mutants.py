@@ -1,20 +1,19 @@
 """Each mutant is a small, plausible slip of a frozen weight, and the numbers of its codes betray it."""
 
-import pytest
 import torch
 from ops.frozen_calls import BF16, FP32, decoded, four_bits, numbers
+from ops.mutants import mutants_of
 
 from onepass.product.frozen import four_bits as four
 from onepass.product.frozen import fp8, joined, taken, weight
-from onepass.testing.mutants import copy_package, mutate
 
 N, K = 48, 70
 MUTANTS = {
     "another part's rows": (joined, "JoinedWeight.decode_into", "zip(weights, out", "zip(weights[::-1], out"),
     "parts in another order": (joined, "join", "enumerate(weights)})", "enumerate(weights[::-1])})"),
     "a type that was asked for is forgotten": (taken, "frozen_weight", "known[0] == key", "known[0] == key or dtype"),
-    "other codes are the same weight": (taken, "_source_of", "(weight.data_ptr(), state", "(0, state"),
-    "other scales are the same weight": (taken, "_source_of", "state and id(state.absmax))", "0)"),
+    "other codes are the same weight": (taken, "_source_of", "(weight.data_ptr(), of_scales)", "(0, of_scales)"),
+    "other scales are the same weight": (taken, "_source_of", "(id(state.absmax), ", "(0, "),
     "another dtype is found": (taken, "frozen_weight", "made.get((len(sources), dtype))", "made.get((len(sources), None))"),
     "no offset": (four, "bitsandbytes_four_bits", "nested.code, state.offset)", "nested.code, 0 * state.offset)"),
     "blocks of 64": (four, "bitsandbytes_four_bits", "state.quant_type, block, ", "state.quant_type, 64, "),
@@ -52,18 +51,7 @@ def is_right(module):
     return all([*right, torch.equal(y, x @ whole.T), torch.equal(drows, dy @ whole)])
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
-    try:
-        right = is_right(mutate(*MUTANTS[name], entry=taken))
-    except (AssertionError, RuntimeError, ValueError, TypeError):
-        return
-    assert not right
-
-
-def test_a_copy_without_a_change_passes():
-    assert is_right(copy_package(taken))
-
+test_a_mutant_is_found, test_a_copy_without_a_change_passes = mutants_of(taken, MUTANTS, is_right)
 
 FP8_MUTANTS = {
     "codes of rows for dx": (fp8, "FP8FrozenWeight.transposed_codes", "transpose_codes(self.codes)", "self.codes"),
@@ -108,14 +96,4 @@ def keeps_bits(module):
     return all(right)
 
 
-@pytest.mark.parametrize("name", FP8_MUTANTS)
-def test_a_mutant_of_kept_codes_is_found(name):
-    try:
-        right = keeps_bits(mutate(*FP8_MUTANTS[name], entry=fp8))
-    except (AssertionError, RuntimeError, ValueError):
-        return
-    assert not right
-
-
-def test_kept_codes_without_a_change_pass():
-    assert keeps_bits(copy_package(fp8))
+test_a_mutant_of_kept_codes_is_found, test_kept_codes_without_a_change_pass = mutants_of(fp8, FP8_MUTANTS, keeps_bits)

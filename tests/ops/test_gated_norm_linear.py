@@ -117,20 +117,6 @@ def test_rows_are_rebuilt_over_their_gradient(monkeypatch):
     assert gradient == rows
 
 
-@backends
-def test_a_deferred_gradient_comes_in_flush(backend):
-    x, z, norm_weight, weight = tensors(dtype=BF16, bias=False)
-    now, later = (torch.nn.Parameter(weight.detach().clone()) for _ in range(2))
-    for parameter in (now, later):
-        parameter.main_grad = torch.zeros(N, K, device=DEVICE)
-    deferred = DeferredWgrad()
-    op(backend)(x, z, norm_weight, now).sum().backward()
-    op(backend, deferred=deferred)(x, z, norm_weight, later).sum().backward()
-    assert not later.main_grad.any()
-    deferred.flush()
-    assert torch.equal(now.main_grad, later.main_grad)
-
-
 # ---- eight bits, and graphs ----
 
 

@@ -1,12 +1,11 @@
 """Each mutant is a small, plausible slip, and the two ops that gated_norm_linear stands for betray it."""
 
-import pytest
 from ops.calls import needs_triton
+from ops.mutants import mutants_of
 from ops.test_gated_norm_linear import LINEAR, is_right
 
 from onepass.ops.norm import gated_kernels, gated_rows
 from onepass.product import function
-from onepass.testing.mutants import copy_package, mutate
 
 MUTANTS = {
     "rows without the norm's weight": (gated_rows, "GatedNormRows.rows", "gates, norm_weight", "gates, None"),
@@ -19,12 +18,4 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@needs_triton
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
-    assert not is_right(mutate(*MUTANTS[name], entry=LINEAR))
-
-
-@needs_triton
-def test_a_copy_without_a_change_passes():
-    assert is_right(copy_package(LINEAR))
+test_a_mutant_is_found, test_a_copy_without_a_change_passes = map(needs_triton, mutants_of(LINEAR, MUTANTS, is_right))

@@ -9,20 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.calls import backends, equal, needs_triton
-from ops.linear_cross_entropy_calls import (
-    INF,
-    NAN,
-    again_and_again,
-    fresh,
-    gradients,
-    reductions,
-    reference,
-    tensors,
-)
+from ops.linear_cross_entropy_calls import INF, NAN, again_and_again, fresh, gradients, reductions, reference, tensors
 from ops.linear_cross_entropy_oracle import ALL, op, reductions_of, ways, whole_sums  # noqa: F401
 from ops.oracle import DEVICE, FP32, FP64, laid_out
 
-import onepass.ops.loss.linear_cross_entropy as module
 from onepass.ops.loss import reduction as losses
 from onepass.ops.loss.formula import STATISTICS
 from onepass.ops.loss.head import operands
@@ -248,15 +238,6 @@ def test_fp64(way, backend):
     assert all(torch.autograd.gradcheck(each, given, nondet_tol=again) for each in (call, loss_alone))
 
 
-def test_the_reference_can_be_differentiated_often():
-    inputs = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in tensors((3,), 3, 5)]
-    call = lambda h, w, b, t: module.linear_cross_entropy_reference(  # noqa: E731
-        h, w, inputs[2], bias=b, token_weight=t, label_smoothing=0.1, z_loss=0.1, softcap=3.0
-    )
-    given = [inputs[0], inputs[1], inputs[3], inputs[4]]
-    assert torch.autograd.gradcheck(call, given) and torch.autograd.gradgradcheck(call, given)
-
-
 # ---- inputs of all kinds ----
 
 
@@ -330,13 +311,6 @@ def test_expanded_inputs(way):
     for reduction in ("none",) if way != "grad_in_forward" else ():
         loss = op(way, reduction=reduction)(*fresh(plain))
         loss.backward(torch.ones((), device=DEVICE).expand(6))
-
-
-@ways
-def test_labels_of_32_bits(way):
-    inputs = tensors((4, 5))
-    narrow = [*inputs[:2], inputs[2].int(), *inputs[3:]]
-    assert equal(gradients(op(way), inputs), gradients(op(way), narrow))
 
 
 @backends

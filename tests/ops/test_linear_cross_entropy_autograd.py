@@ -7,15 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from ops.calls import equal
-from ops.linear_cross_entropy_calls import (
-    again_and_again,
-    fresh,
-    gradients,
-    outputs,
-    products,
-    reference,
-    tensors,
-)
+from ops.linear_cross_entropy_calls import again_and_again, fresh, gradients, outputs, products, reference, tensors
 from ops.linear_cross_entropy_oracle import NAMES, WAYS, op, reductions_of, taken, ways, whole_sums  # noqa: F401
 from ops.oracle import BF16, DEVICE, FP16, FP32
 from torch.utils.checkpoint import checkpoint

@@ -6,7 +6,7 @@ from ops.linear_cross_entropy_oracle import ALL, op
 from ops.oracle import BF16, DEVICE
 from torch import nn
 
-V, D, BATCH, STEPS, SEEDS = 500, 32, 48, 1000, 3
+V, D, BATCH, STEPS, SEEDS = 500, 32, 48, 500, 3
 
 
 def text(length, generator):

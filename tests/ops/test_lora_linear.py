@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.calls import equal, gradients, relative
+from ops.calls import relative
 from ops.norm_oracle import BF16, DEVICE, FP32
 from torch import nn
 from torch.nn import functional as F
@@ -125,20 +125,6 @@ def test_only_what_asks_has_a_gradient():
             if t.grad is not None:
                 assert torch.equal(whole.setdefault(name, t.grad), t.grad), (name, asking)
     assert len(whole) == len(inputs)
-
-
-def test_main_grad_of_adapters_gathers_over_microbatches():
-    x, weight, a, b, dy = parts(dtype=BF16)
-    for parameter in (a, b):
-        parameter.main_grad = torch.zeros(parameter.shape, device=DEVICE)
-    for _ in range(2):
-        y = onepass.lora_linear(x, weight, a, b, scale=0.5)
-        y.backward(dy, retain_graph=True)
-        y.backward(dy)
-    assert a.grad is None and b.grad is None
-    *_, da, db = exact(x, weight, a, b, dy, 0.5)
-    assert relative(a.main_grad, 4 * da) < 4e-3
-    assert relative(b.main_grad, 4 * db) < 4e-3
 
 
 def test_a_deferred_weight_beside_adapters():
@@ -275,46 +261,6 @@ def test_the_weight_in_eight_bits(recipe, frozen):
     assert relative(found[-2], truth[-2]) < 6e-3
     assert relative(found[-1], truth[-1]) < 6e-3
     assert relative(found[0], truth[1]) < 0.06
-
-
-@pytest.mark.parametrize("main_grad", (False, True))
-@pytest.mark.parametrize("op", (onepass.lora_linear, norm_linear))
-def test_compiled_whole(op, main_grad):
-    x, weight, a, b, _ = parts()
-    places = []
-    if main_grad:
-        for parameter in (a, b):
-            parameter.main_grad = torch.zeros(parameter.shape, device=DEVICE)
-            places.append(parameter.main_grad)
-
-    def call(x, weight, a, b):
-        return op(x, weight, a, b, scale=0.7) if op is onepass.lora_linear else op(x, weight, None, lora=LoRA(a, b, 0.7))
-
-    def step(function):
-        for t in (x, a, b):
-            t.grad = None
-        for place in places:
-            place.zero_()
-        y = function(x, weight, a, b)
-        y.backward(torch.ones_like(y))
-        return [y.detach(), x.grad, *(places[:2] or (a.grad, b.grad))]
-
-    eager = [t.clone() for t in step(call)]
-    for one, other in zip(step(torch.compile(call, fullgraph=True, backend="aot_eager")), eager, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("reentrant", (True, False))
-def test_checkpointed(reentrant):
-    x, weight, a, b, _ = parts(dtype=BF16)
-
-    def call(x, a, b):
-        return onepass.norm_linear(x, None, weight, lora=LoRA(a, b, 0.7))
-
-    def checkpointed(*tensors):
-        return torch.utils.checkpoint.checkpoint(call, *tensors, use_reentrant=reentrant)
-
-    assert equal(gradients(call, (x, a, b)), gradients(checkpointed, (x, a, b)))
 
 
 # ---- wrong arguments ----

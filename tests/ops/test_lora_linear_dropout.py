@@ -62,12 +62,12 @@ def test_errors_are_those_of_rounding(rank, p, dtype, adapter):
 def test_the_share_of_dropped_numbers_is_p_and_kept_ones_are_scaled():
     """Adapters of the identity show the mask. Rows, columns and neighbours are dropped alike often, and independently."""
     n, p = 256, 0.3
-    x, eye, nothing = torch.ones(2000, n, device=DEVICE), torch.eye(n, device=DEVICE), torch.zeros(n, n, device=DEVICE)
+    x, eye, nothing = torch.ones(500, n, device=DEVICE), torch.eye(n, device=DEVICE), torch.zeros(n, n, device=DEVICE)
     seen = seeded(onepass.lora_linear, x, nothing, eye, eye, dropout=p)
     torch.testing.assert_close(seen.unique(), torch.tensor([0.0, 1 / (1 - round(p * 65536) / 65536)], device=DEVICE))
     gone = (seen == 0).float()
     deviation = (p * (1 - p)) ** 0.5
-    for mean, count in ((gone.mean(), gone.numel()), (gone.mean(0), 2000), (gone.mean(1), n)):
+    for mean, count in ((gone.mean(), gone.numel()), (gone.mean(0), 500), (gone.mean(1), n)):
         assert ((mean - p).abs() < 5 * deviation / count**0.5).all()
     for shifted in (gone.roll(1, 0), gone.roll(1, 1)):
         correlation = ((gone - p) * (shifted - p)).mean() / deviation**2

@@ -1,8 +1,8 @@
 """Mutants of adapters by document and of their dropout: a document with its neighbour's adapter, another mask in backward."""
 
-import pytest
 import torch
 from ops.calls import relative
+from ops.mutants import mutants_of
 from ops.norm_oracle import DEVICE
 from ops.test_lora_linear import K, N, numbers
 from torch.nn import functional as F
@@ -12,7 +12,6 @@ from onepass import LoRA
 from onepass.kernels import adapter_pack, low_rank
 from onepass.ops.linear.linear import linear_reference
 from onepass.product import adapters, lora, lora_product
-from onepass.testing.mutants import copy_package, mutate
 
 MUTANTS = {
     "a row belongs to the document before": (low_rank, "_documents_of", "ends[None, :] <= rows[:, None]", "ends[None, :] < rows[:, None]"),
@@ -65,14 +64,4 @@ def is_right(module):
     return all(right)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
-    try:
-        right = is_right(mutate(*MUTANTS[name], entry=NORM_LINEAR))
-    except (RuntimeError, TypeError, AssertionError):  # shapes that no product takes, a seed that is not there
-        return
-    assert not right
-
-
-def test_a_copy_without_a_change_passes():
-    assert is_right(copy_package(NORM_LINEAR))
+test_a_mutant_is_found, test_a_copy_without_a_change_passes = mutants_of(NORM_LINEAR, MUTANTS, is_right)

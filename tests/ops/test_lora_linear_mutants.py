@@ -1,14 +1,13 @@
 """Each mutant is a small, plausible slip, and the weight that the adapters stand for betrays it."""
 
-import pytest
 import torch
 from ops.calls import relative
+from ops.mutants import mutants_of
 from ops.test_lora_linear import K, N, adapters_of, exact, merged, numbers, parts
 
 import onepass.ops.norm.norm_linear as NORM_LINEAR
 from onepass.kernels import adapter_pack
 from onepass.product import adapters, function, lora_product
-from onepass.testing.mutants import copy_package, mutate
 
 MUTANTS = {
     "a scale left out": (adapters, "_scaled", "beta=0, alpha=scale, out", "beta=0, alpha=1.0, out"),
@@ -51,14 +50,4 @@ def is_right(module):
     return all(right)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name):
-    try:
-        right = is_right(mutate(*MUTANTS[name], entry=NORM_LINEAR))
-    except (RuntimeError, TypeError, AssertionError):  # shapes that no product takes, rows that are not there
-        return
-    assert not right
-
-
-def test_a_copy_without_a_change_passes():
-    assert is_right(copy_package(NORM_LINEAR))
+test_a_mutant_is_found, test_a_copy_without_a_change_passes = mutants_of(NORM_LINEAR, MUTANTS, is_right)

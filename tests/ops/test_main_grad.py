@@ -230,8 +230,15 @@ def test_a_launch_that_fails_leaves_main_grad_and_flags_as_they_were(sample, mon
 INDUCTOR = "norm_linear: all outputs"  # has a product, and vectors of all kinds. Each takes seconds
 
 
-@by_both
-@pytest.mark.parametrize(("sample", "how"), [*((sample, "aot_eager") for sample in SAMPLES), (INDUCTOR, "inductor")])
+COMPILED = [(sample, "aot_eager", "triton") for sample in SAMPLES]
+COMPILED += [(sample, "aot_eager", "torch") for sample in SAMPLES if ":" not in sample or sample.endswith(("fp8", "lora"))]
+COMPILED += [(INDUCTOR, "inductor", backend) for backend in ("torch", "triton")]
+
+
+@pytest.mark.parametrize(
+    ("sample", "how", "backend"),
+    [pytest.param(*row, marks=needs_triton if row[2] == "triton" else ()) for row in COMPILED],
+)
 def test_compiled(sample, how, backend):
     """The same sums, flags and placeholders. A pass that asks for something else raises, and writes nothing."""
     call = Call(sample, backend)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ops.calls import Operators, backends, equal, gradients, nearly_equal, needs_triton, outputs
+from ops.calls import Operators, backends, equal, gradients, needs_triton, outputs
 from ops.norm_oracle import LAYOUTS, small_tiles
 from ops.oracle import BF16, DEVICE, FP32, laid_out
 from torch.nn import functional as F
@@ -56,14 +56,6 @@ def test_the_formulas_by_hand(backend):
     torch.testing.assert_close(onepass.rms_norm(given[0], backend=backend), F.rms_norm(given[0], (4,), eps=1e-6))
 
 
-@backends
-@kinds
-def test_the_sum_is_rounded_once_and_then_normalised(layer, backend):
-    x, weight, bias, residual = tensors(dtype=BF16, layer=layer)
-    y, h = op(layer, backend=backend)(x, weight, bias, residual)
-    assert torch.equal(h, x + residual) and torch.equal(y, op(layer, backend=backend)(h, weight, bias))
-
-
 @needs_triton
 @kinds
 @paths
@@ -100,24 +92,6 @@ def test_outputs_are_tensors_of_their_own(layer, backend):
 
 
 # ---- autograd ----
-
-
-@needs_triton
-@kinds
-@paths
-@pytest.mark.parametrize("residual", [True, False])
-def test_frozen_vectors_leave_dx_its_bits(layer, path, residual):
-    inputs = tensors((7,), layer=layer)[: 4 if residual else 3]
-    inputs += [None] * (not residual)
-    with small_tiles(module, path) as counters:
-        wanted = gradients(op(layer), inputs)
-        for t in inputs[1:3]:
-            if t is not None:
-                t.requires_grad_(False)
-        found = gradients(op(layer), inputs)
-    outputs = 1 + residual
-    kept = [*wanted[: outputs + 1], *(wanted[-1:] if residual else [])]  # y, h, dx, and the residual's
-    assert equal(found, kept) and counters.clean()
 
 
 @needs_triton
@@ -246,22 +220,6 @@ def test_what_is_kept(layer):
             assert len(kept) == (3 if layer else 2) + (0 if memory_efficient else 1)
 
 
-@needs_triton
-@kinds
-@paths
-@pytest.mark.parametrize("gamma", (1.0, 1e-7))
-def test_memory_efficient_gives_the_same(layer, path, gamma):
-    inputs = tensors((9,), 44, layer=layer)
-    with torch.no_grad():
-        inputs[1].mul_(gamma)
-    with small_tiles(module, path):
-        kept, again = (gradients(op(layer, backend="triton", memory_efficient=less), inputs) for less in (False, True))
-    if path == "shared":  # the same way to find the statistics both times
-        assert nearly_equal(kept, again)
-    for a, b in zip(kept, again, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
-
-
 # ---- what people wrap around it ----
 
 
@@ -309,23 +267,6 @@ def test_under_autocast(layer, backend):
         y = op(layer, backend=backend)(hidden, inputs[1], inputs[2])
     assert hidden.dtype == y.dtype == BF16
     y.sum().backward()
-
-
-@backends
-@kinds
-def test_half_the_rows_of_a_step_at_a_time_is_the_same_step(layer, backend):
-    inputs = tensors((8,), layer=layer)[:3]
-    whole = _at_ones(op(layer, backend=backend), inputs)
-    halves = [_at_ones(op(layer, backend=backend), [inputs[0][i], *inputs[1:]]) for i in (slice(4), slice(4, 8))]
-    assert torch.equal(whole[0], torch.cat([half[0] for half in halves]))
-    for total, *parts in zip(whole[1:], *(half[1:] for half in halves), strict=True):
-        torch.testing.assert_close(total, parts[0] + parts[1])
-
-
-def _at_ones(call, inputs):
-    leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
-    call(*leaves).backward(torch.ones_like(leaves[0]))
-    return [t.grad for t in leaves if t is not None]
 
 
 # ---- what is said of a call ----

@@ -182,13 +182,6 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
 # ---- what people wrap around it ----
 
 
-@backends
-def test_half_the_rows_at_a_time_is_the_same(backend):
-    x = scores(8, 5, 24).detach()
-    call = lambda t: onepass.softmax(t, scale=0.3, causal=True, backend=backend)  # noqa: E731
-    assert torch.equal(call(x), torch.cat([call(x[:4]), call(x[4:])]))
-
-
 @needs_triton
 def test_a_new_number_of_rows_binds_nothing_new():
     kernels._forward_plan.cache_clear()

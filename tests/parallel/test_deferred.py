@@ -26,6 +26,9 @@ OPS = {
     "activation": lambda x, p, **more: onepass.activation_linear(
         x, p["weight"], p["bias"], "gelu", activation_bias=p["vector"], **more
     ),
+    "gated_rms_norm": lambda x, p, **more: onepass.gated_norm_linear(
+        x, x.detach().flip(0), p["vector"], p["weight"], p["bias"], **more
+    ),
 }
 ops = pytest.mark.parametrize("name", OPS)
 
