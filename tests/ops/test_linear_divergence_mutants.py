@@ -57,22 +57,22 @@ LONG = {kind: Case(kind=kind, reduction="sum", lead=(20,), V=150, block=32) for 
 TERMS = Case(kind="jsd", reduction="sum", lead=(20,), V=150, block=32, temperature=2.0, softcap=3.0, teacher_softcap=2.0)
 ROWS = Case("recompute", "reverse_kl", "none", lead=(20,), V=150, block=32)
 KERNEL_MUTANTS = {
-    "columns past the row count": (kernels, "_finished", 'tl.where(columns < W, finished_logit(x, scale, cap, SCALED, CAPPED), float("-inf"))', "finished_logit(x, scale, cap, SCALED, CAPPED)", LONG["forward_kl"]),
+    "columns past the row count": (kernels, "_finished", 'tl.where(columns < W, finished_logit(x, scale, cap), float("-inf"))', "finished_logit(x, scale, cap)", LONG["forward_kl"]),
     "sums of pieces under other maxima": (kernels, "_raise_base", "tl.exp2((largest - base) * LOG2_E)", "tl.exp2(largest * 0.0)", LONG["forward_kl"]),
     "a cross sum not moved": (kernels, "_on_base", "(cross + shift * total)", "cross", LONG["forward_kl"]),
     "a cross sum moved the wrong way": (kernels, "_add_piece", "teacher_moved - moved", "moved - teacher_moved", LONG["forward_kl"]),
     "a cross sum moved the wrong way, reverse": (kernels, "_add_piece", "worth, moved - teacher_moved", "worth, teacher_moved - moved", LONG["reverse_kl"]),
     "groups merged without moving": (kernels, "_normalisers", "_on_base(cross, total, worth, -shift)", "worth * cross", LONG["reverse_kl"]),
-    "the last piece not counted": (kernels, "_row", "LAST + lanes, base, log_total, teacher_base, teacher_log_total, scale, cap, teacher_cap, beta,\n            W", "lanes, base, log_total, teacher_base, teacher_log_total, scale, cap, teacher_cap, beta,\n            W", LONG["jsd"]),
+    "the last piece not counted": (kernels, "_row", "_mixture_piece(heads, numbers, LAST + lanes", "_mixture_piece(heads, numbers, lanes", LONG["jsd"]),
     "a piece of the mixture counted twice": (kernels, "_row", "range(BLOCK, LAST + BLOCK, BLOCK)", "range(0, LAST + BLOCK, BLOCK)", LONG["jsd"]),
     "written backwards a piece too far": (kernels, "_row", "LAST - BLOCK - at", "LAST - at", LONG["forward_kl"]),
     "divided by the student's sum": (kernels, "_row", "kl / teacher_total", "kl / total", LONG["forward_kl"]),
     "the divergence without its normalisers": (kernels, "_row", "kl / total + (teacher_log_total - log_total)", "kl / total", LONG["reverse_kl"]),
-    "jsd's gradient without its part": (kernels, "_row", "g *= 1.0 - beta", "g *= 1.0", LONG["jsd"]),
+    "jsd's gradient without its part": (kernels, "_row", "g *= 1.0 - heads.beta", "g *= 1.0", LONG["jsd"]),
     "the mean of another row": (kernels, "_row", "mean = tl.load(numbers_ptr + 4 * far)", "mean = tl.load(numbers_ptr + 2 * far)", ROWS),
     "incoming gradients of the first row": (kernels, "_divergence_kernel", "tl.load(g_ptr + row)", "tl.load(g_ptr)", ROWS),
     "ignored rows are left as they are": (kernels, "_divergence_kernel", "tl.store(out_ptr + row * OUT_ROW + columns, tl.zeros([BLOCK], tl.float32), mask=columns < ROOM)", "pass", LONG["forward_kl"]),
-    "the teacher's cap forgotten": (kernels, "_plan", "bool(terms.teacher_softcap)", "False", TERMS),
+    "the teacher's cap forgotten": (kernels, "_plan", "terms.teacher.softcap or None", "None", TERMS),
     "the larger of the two for the student": (kernels, "_mixture", "tl.where(teachers, smaller, larger), tl.where(teachers, larger, smaller)", "larger, smaller", LONG["jsd"]),
     "a mixture's logarithm from the student's": (kernels, "_mixture", "(ls - most) - mixed, (lt - most) - mixed", "-mixed, (lt - ls) - mixed", LONG["jsd"]),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from onepass.kernels.language import device_function, tl
 from onepass.ops.loss.formula import LossTerms
 from onepass.ops.loss.targets import Targets
@@ -24,17 +26,17 @@ def _tanh(u):
 
 
 @device_function
-def finished_logit(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """The logit that the softmax is of, in fp32."""
-    if CAPPED:
-        return cap * _tanh(_scaled(x, scale, SCALED) / cap)
+def finished_logit(x, scale, cap):
+    """The logit that the softmax is of, in fp32. A scale of 1, or no cap, is None."""
+    if cap is not None:
+        return cap * _tanh(_scaled(x, scale) / cap)
     else:
-        return _scaled(x, scale, SCALED)
+        return _scaled(x, scale)
 
 
 @device_function
-def _scaled(x, scale, SCALED: tl.constexpr):
-    return x.to(tl.float32) * scale if SCALED else x.to(tl.float32)
+def _scaled(x, scale):
+    return x.to(tl.float32) * scale if scale is not None else x.to(tl.float32)
 
 
 @device_function
@@ -74,24 +76,34 @@ def class_weight_at(weights_ptr, at, there, CLASSES: tl.constexpr):
     return tl.load(weights_ptr + at, mask=there & (at < CLASSES), other=float("nan")).to(tl.float32)
 
 
+class RowSums(NamedTuple):
+    """A kernel's statistics of logits: all but the first two are 0 where nobody asks for them."""
+
+    largest: Any
+    total: Any  # of exponentials under the largest
+    logits: Any
+    surprise: Any  # the entropy's sum
+    first: Any  # column of the largest
+    squares: Any  # of the exponentials
+
+
 @device_function
 def store_statistics(
-    parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first, squares,
-    PLANES: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
+    part_ptr, far, there, sums, target,
+    LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
-    far = M.to(tl.int64)
-    at = parts_ptr + tile * PLANES * far + row
-    tl.store(at, largest, mask=there)
-    tl.store(at + far, total, mask=there)
-    tl.store(at + 2 * far, target, mask=there)
+    """Store a part's planes, which are `far` apart."""
+    tl.store(part_ptr, sums.largest, mask=there)
+    tl.store(part_ptr + far, sums.total, mask=there)
+    tl.store(part_ptr + 2 * far, target, mask=there)
     if LOGITS:
-        tl.store(at + 3 * far, logits, mask=there)
+        tl.store(part_ptr + 3 * far, sums.logits, mask=there)
     if ENTROPY:
-        tl.store(at + 4 * far, surprise, mask=there)
+        tl.store(part_ptr + 4 * far, sums.surprise, mask=there)
     if FIRSTS:
-        tl.store(at + 5 * far, first.to(tl.float32), mask=there)
+        tl.store(part_ptr + 5 * far, sums.first.to(tl.float32), mask=there)
     if SQUARES:
-        tl.store(at + 6 * far, squares, mask=there)
+        tl.store(part_ptr + 6 * far, sums.squares, mask=there)
 
 
 @device_function
@@ -117,32 +129,34 @@ def rounding_factor(exact, lse):
 
 
 @device_function
-def gradient_of(
-    x, above, p, a, b, s, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, SURPRISE: tl.constexpr, ADDED: tl.constexpr
-):  # fmt: skip
-    """Gradient of the product x, whose logit is `above` the logsumexp. ADDED: s is not 0."""
+def gradient_of(x, above, p, a, b, s, scale, cap):
+    """Gradient of the product x, whose logit is `above` the logsumexp. Where b or s is 0 for all logits, it is None."""
     d = p * a
-    if SURPRISE:
+    if b is not None:
         d += tl.where(p > 0, p * b * above, 0.0)
-    if ADDED:
+    if s is not None:
         d += s
-    if CAPPED:
-        e = tl.exp2(tl.abs(_scaled(x, scale, SCALED) / cap) * (-2.0 * LOG2_E))
+    if cap is not None:
+        e = tl.exp2(tl.abs(_scaled(x, scale) / cap) * (-2.0 * LOG2_E))
         d *= 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - tanh^2, near the cap too
-    return d * scale if SCALED else d
+    return d * scale if scale is not None else d
+
+
+@device_function
+def store_gradients(out_ptr, columns, d, W: tl.constexpr, ROOM: tl.constexpr, MASKED: tl.constexpr):
+    """Store a piece of a row, with zeros from W to ROOM. Nobody reads it soon: it should not drive logits from the caches."""
+    if MASKED:
+        tl.store(out_ptr + columns, tl.where(columns < W, d, 0.0), mask=columns < ROOM, cache_modifier=".cs")
+    else:
+        tl.store(out_ptr + columns, d, cache_modifier=".cs")
 
 
 # ---- the terms as kernels' arguments ----
 
 
-def numbers_of(terms: LossTerms) -> tuple[float, float]:
+def numbers_of(terms: LossTerms) -> tuple[float | None, float | None]:
     """scale and cap."""
-    return terms.scale, terms.softcap or 1.0
-
-
-def flags_of(terms: LossTerms) -> tuple[bool, bool, bool]:
-    """SCALED, CAPPED and SMOOTHED."""
-    return terms.scale != 1, bool(terms.softcap), bool(terms.smoothing)
+    return None if terms.scale == 1 else terms.scale, terms.softcap or None
 
 
 def planes_of(targets: Targets | None) -> int:

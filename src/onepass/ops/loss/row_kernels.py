@@ -23,10 +23,10 @@ from onepass.kernels.rows import aligned, known_align
 from onepass.ops.loss.formula import LossTerms, RowLosses, lse_type
 from onepass.ops.loss.row_functions import (
     PLANES,
+    RowSums,
     class_weight_at,
     exp_above,
     finished_logit,
-    flags_of,
     gradient_of,
     label_of,
     numbers_of,
@@ -73,10 +73,10 @@ def _place(place_ptr, FIRST, V):
 
 @device_function
 def _statistics(
-    z, columns, inside,
+    z, columns, begin, inside,
     LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRST: tl.constexpr, SQUARES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of one row's tile of finished logits; zeros for those that are not needed."""
+    """Statistics of one row's tile of finished logits. `begin`: the number of the column 0."""
     z = tl.where(inside, z, float("-inf"))
     largest = tl.max(z, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)  # a NaN, which the maximum drops, comes through in the sum
@@ -87,10 +87,10 @@ def _statistics(
     if ENTROPY:
         surprise = tl.sum(tl.where(e > 0, e * (z - base), 0.0), 0)
     if FIRST:
-        first = tl.min(tl.where(inside & (z == largest), columns, 2147483647), 0)
+        first = tl.min(tl.where(inside & (z == largest), columns, 2147483647), 0) + begin
     if SQUARES:
         squares = tl.sum(e * e, 0)
-    return largest, total, logits, surprise, first, squares
+    return RowSums(largest, total, logits, surprise, first, squares)
 
 
 @device_function
@@ -103,13 +103,9 @@ def _allowed(bits_ptr, row, BITS_ROW: tl.constexpr, columns, there):
 
 
 @device_function
-def _label_logit(
-    x_ptr, bits_ptr, row, X_ROW, counts, label, tile, FIRST, scale, cap, W: tl.constexpr, TILE: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, BITS_ROW: tl.constexpr,
-):  # fmt: skip
-    """The label's finished logit if it is in this tile, else 0; -inf for a column that the distribution has not."""
-    mine = counts & (label >= tile * TILE) & (label < tl.minimum(W, (tile + 1) * TILE))
-    z = finished_logit(tl.load(x_ptr + row * X_ROW + label, mask=mine, other=0.0), scale, cap, SCALED, CAPPED)
+def _label_logit(x_ptr, bits_ptr, row, X_ROW, label, mine, FIRST, scale, cap, BITS_ROW: tl.constexpr):
+    """The label's finished logit if it is `mine`, else 0; -inf for a column that the distribution has not."""
+    z = finished_logit(tl.load(x_ptr + row * X_ROW + label, mask=mine, other=0.0), scale, cap)
     if bits_ptr is not None:
         z = tl.where(mine & (_allowed(bits_ptr, row, BITS_ROW, FIRST + label, mine) == 0), float("-inf"), z)
     return z
@@ -122,7 +118,7 @@ def _label_logit(
 def _statistics_kernel(
     x_ptr, labels_ptr, place_ptr, bits_ptr, targets_ptr, weights_ptr, parts_ptr,
     M, FIRST, X_ROW, V, scale, cap, smoothing, ignore,
-    W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr,
     LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
     BITS_ROW: tl.constexpr, TARGETS_ROW: tl.constexpr, CLASSES: tl.constexpr,
     ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -136,24 +132,19 @@ def _statistics_kernel(
     label, kept, counts = label_of(labels_ptr, row, there, ignore, begin, V)
     columns, room, within = _tile_columns(tile, W, ROOM, TILE, BLOCK)
     within &= kept & _allowed(bits_ptr, row, BITS_ROW, FIRST + columns, within & kept)
-    z = finished_logit(_load_tile(x_ptr, row, X_ROW, columns, room & kept), scale, cap, SCALED, CAPPED)
-    largest, total, logits, surprise, first, squares = _statistics(
-        z, columns, within, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT
-    )
-    target = _label_logit(
-        x_ptr, bits_ptr, row, X_ROW, counts, label, tile, FIRST, scale, cap, W, TILE, SCALED, CAPPED, BITS_ROW
-    )
-    store_statistics(
-        parts_ptr, row, there, tile, M, largest, total, target, logits, surprise, first + begin, squares,
-        PLANES, LOGITS, ENTROPY, FIRSTS, SQUARES,
-    )  # fmt: skip
+    z = finished_logit(_load_tile(x_ptr, row, X_ROW, columns, room & kept), scale, cap)
+    sums = _statistics(z, columns, begin, within, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT)
+    mine = counts & (label >= tile * TILE) & (label < tl.minimum(W, (tile + 1) * TILE))
+    target = _label_logit(x_ptr, bits_ptr, row, X_ROW, label, mine, FIRST, scale, cap, BITS_ROW)
+    far = M.to(tl.int64)
+    part_ptr = parts_ptr + tile * PLANES * far + row
+    store_statistics(part_ptr, far, there, sums, target, LOGITS, ENTROPY, FIRSTS, SQUARES)
     if PLANES > 7:
         mass = target_mass(
             targets_ptr, weights_ptr, row, FIRST, columns, begin, label, within, smoothing, V, TARGETS_ROW, CLASSES
         )
-        at = parts_ptr + (tile * PLANES + 7) * M.to(tl.int64) + row
-        tl.store(at, tl.sum(tl.where(within, mass * z, 0.0), 0), mask=there)
-        tl.store(at + M.to(tl.int64), tl.sum(mass, 0), mask=there)
+        tl.store(part_ptr + 7 * far, tl.sum(tl.where(within, mass * z, 0.0), 0), mask=there)
+        tl.store(part_ptr + 8 * far, tl.sum(mass, 0), mask=there)
 
 
 @kernel
@@ -255,8 +246,7 @@ def _gradient_kernel(
     x_ptr, out_ptr, labels_ptr, place_ptr, bits_ptr, targets_ptr, weights_ptr, lse_ptr, g_ptr, entropy_ptr, dlse_ptr,
     dlog_prob_ptr, dentropy_ptr, mass_ptr,
     M, FIRST, X_ROW, OUT_ROW, V, scale, cap, smoothing, z_loss, ignore,
-    W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    BITS_ROW: tl.constexpr, TARGETS_ROW: tl.constexpr, CLASSES: tl.constexpr,
+    W: tl.constexpr, ROOM: tl.constexpr, BITS_ROW: tl.constexpr, TARGETS_ROW: tl.constexpr, CLASSES: tl.constexpr,
     ALIGN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient over the logits, or beside them. A row without any incoming gradient is not read, and gets zeros."""
@@ -295,7 +285,7 @@ def _gradient_kernel(
         a, b = a * less, b * less
     within &= needed & _allowed(bits_ptr, row, BITS_ROW, FIRST + columns, within & needed)
     x = _load_tile(x_ptr, row, X_ROW, columns, room & needed)
-    z = finished_logit(x, scale, cap, SCALED, CAPPED)
+    z = finished_logit(x, scale, cap)
     if mass_ptr is not None:
         s = -g * target_mass(
             targets_ptr, weights_ptr, row, FIRST, columns, begin, label, within, smoothing, V, TARGETS_ROW, CLASSES
@@ -304,7 +294,7 @@ def _gradient_kernel(
         s = -g * smoothing / V
     s = tl.where(columns == label, s + t, s)
     p = exp_above(z, lse, EXACT)
-    d = gradient_of(x, z - lse, p, a, b, s, scale, cap, SCALED, CAPPED, dentropy_ptr is not None, True)
+    d = gradient_of(x, z - lse, p, a, None if dentropy_ptr is None else b, s, scale, cap)
     tl.store(out_ptr + row * OUT_ROW + columns, tl.where(within, d, 0.0), mask=room & there)
 
 
@@ -340,8 +330,8 @@ def _statistics_plan(
     each = STATISTICS_EACH // (4 if planes != PLANES else 2 if stats else 1)
     tiles = row_tiles(W, STATISTICS_TILE, each)
     bound: Bound = _statistics_kernel.bind(
-        x_row, V, *numbers_of(terms), terms.smoothing, terms.ignore_index, W, room, planes, *flags_of(terms)[:2], *sums, bits_row,
-        *masses, known_align(x_row), tiles.tile, tiles.block, num_warps=tiles.num_warps,
+        x_row, V, *numbers_of(terms), terms.smoothing, terms.ignore_index, W, room, planes, *sums, bits_row, *masses,
+        known_align(x_row), tiles.tile, tiles.block, num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound
 
@@ -363,7 +353,7 @@ def _gradient_plan(
     tiles = row_tiles(W, GRADIENT_TILE, GRADIENT_EACH)
     bound: Bound = _gradient_kernel.bind(
         x_row, out_row, V, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, *flags_of(terms)[:2], bits_row, *masses, known_align(x_row, out_row), tiles.tile, tiles.block,
+        W, room, bits_row, *masses, known_align(x_row, out_row), tiles.tile, tiles.block,
         num_warps=tiles.num_warps,
     )  # fmt: skip
     return tiles, bound

@@ -18,14 +18,15 @@ from onepass.ops.loss.formula import LossTerms
 from onepass.ops.loss.row_functions import (
     LOG2_E,
     PLANES,
+    RowSums,
     exp_above,
     finished_logit,
-    flags_of,
     gradient_of,
     label_of,
     numbers_of,
     probability_under,
     rounded_lse,
+    store_gradients,
     store_statistics,
     sums_of,
 )
@@ -42,11 +43,9 @@ def _piece(x_ptr, columns, ROOM, MASKED: tl.constexpr, POLICY: tl.constexpr):
 
 
 @device_function
-def _groups(
-    x, columns, scale, cap, W: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
+def _groups(x, columns, scale, cap, W: tl.constexpr, MASKED: tl.constexpr, GROUP: tl.constexpr):
     """A piece's finished logits in groups of neighbours, one thread's each; -inf past the row's end."""
-    z = finished_logit(x, scale, cap, SCALED, CAPPED)
+    z = finished_logit(x, scale, cap)
     if MASKED:
         z = tl.where(columns < W, z, float("-inf"))
     return tl.reshape(z, [x.shape[0] // GROUP, GROUP])
@@ -54,11 +53,11 @@ def _groups(
 
 @device_function
 def _add_groups(
-    z, columns, largest, total, logits, surprise, first, squares,
-    MASKED: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
-    EXACT: tl.constexpr, GROUP: tl.constexpr,
+    z, columns, sums, MASKED: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr,
+    SQUARES: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add one more piece to the groups' statistics."""
+    largest, total, logits, surprise, first, squares = sums
     most = tl.maximum(largest, tl.max(z, 1))
     base = tl.where(most == float("-inf"), 0.0, most)
     before = tl.exp2((largest - base) * LOG2_E)
@@ -73,29 +72,23 @@ def _add_groups(
         squares = before * before * squares + tl.sum(e * e, 1)
     if LOGITS:
         logits += tl.sum(tl.where(z == float("-inf"), 0.0, z) if MASKED else z, 1)
-    return most, total * before + tl.sum(e, 1), logits, surprise, first, squares
+    return RowSums(most, total * before + tl.sum(e, 1), logits, surprise, first, squares)
 
 
 @device_function
-def _store_gradient(
-    out_ptr, x, columns, a, s, lse, scale, cap, W: tl.constexpr, ROOM: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    z = finished_logit(x, scale, cap, SCALED, CAPPED)
-    d = gradient_of(x, z - lse, exp_above(z, lse, EXACT), a, 0.0, s, scale, cap, SCALED, CAPPED, False, SMOOTHED)
-    if MASKED:
-        tl.store(out_ptr + columns, tl.where(columns < W, d, 0.0), mask=columns < ROOM, cache_modifier=".cs")
-    else:
-        tl.store(out_ptr + columns, d, cache_modifier=".cs")
+def _gradients(x, lse, a, s, scale, cap, EXACT: tl.constexpr):
+    """The gradient of logits as stored."""
+    z = finished_logit(x, scale, cap)
+    return gradient_of(x, z - lse, exp_above(z, lse, EXACT), a, None, s, scale, cap)
 
 
 @kernel
 def _both_kernel(
     x_ptr, out_ptr, labels_ptr, g_ptr, parts_ptr,
     M, X_ROW, OUT_ROW, scale, cap, smoothing, z_loss, ignore,
-    W: tl.constexpr, ROOM: tl.constexpr, PLANES: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr, LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr,
-    FULL: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    W: tl.constexpr, ROOM: tl.constexpr, SMOOTHED: tl.constexpr,
+    LOGITS: tl.constexpr, ENTROPY: tl.constexpr, FIRSTS: tl.constexpr, SQUARES: tl.constexpr, FULL: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
     X_ROW, OUT_ROW = aligned(X_ROW, ALIGN), aligned(OUT_ROW, ALIGN)
@@ -107,27 +100,22 @@ def _both_kernel(
     lanes = tl.arange(0, BLOCK)
     label, kept, counts = label_of(labels_ptr, row, True, ignore, 0, W)
     own = tl.load(x_ptr + label, mask=counts, other=0.0)
-    target = finished_logit(own, scale, cap, SCALED, CAPPED)
+    target = finished_logit(own, scale, cap)
     g = tl.load(g_ptr + row, mask=counts, other=0.0)
-    largest = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK // GROUP], tl.float32)
-    logits = tl.zeros([BLOCK // GROUP], tl.float32)
-    surprise = tl.zeros([BLOCK // GROUP], tl.float32)
-    first = tl.full([BLOCK // GROUP], 2147483647, tl.int32)
-    squares = tl.zeros([BLOCK // GROUP], tl.float32)
+    zeros = tl.zeros([BLOCK // GROUP], tl.float32)
+    no_column = tl.full([BLOCK // GROUP], 2147483647, tl.int32)
+    sums = RowSums(tl.full([BLOCK // GROUP], float("-inf"), tl.float32), zeros, zeros, zeros, no_column, zeros)
     # without statistics a row that doesn't count needs none, and one flag less is held in registers
     again = tl.where(kept if FULL else counts, AGAIN, 0)
     for begin in range(0, again, BLOCK):
         columns = begin + lanes
-        z = _groups(_piece(x_ptr, columns, ROOM, False, "evict_last"), columns, scale, cap, W, False, SCALED, CAPPED, GROUP)
-        largest, total, logits, surprise, first, squares = _add_groups(
-            z, columns, largest, total, logits, surprise, first, squares, False, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT, GROUP
-        )
+        z = _groups(_piece(x_ptr, columns, ROOM, False, "evict_last"), columns, scale, cap, W, False, GROUP)
+        sums = _add_groups(z, columns, sums, False, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT, GROUP)
     last = AGAIN + lanes
     held = _piece(x_ptr, last, ROOM, RAGGED, "evict_first")
-    z = _groups(held, last, scale, cap, W, RAGGED, SCALED, CAPPED, GROUP)
+    z = _groups(held, last, scale, cap, W, RAGGED, GROUP)
     largest, total, logits, surprise, first, squares = _add_groups(
-        z, last, largest, total, logits, surprise, first, squares, RAGGED, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT, GROUP
+        z, last, sums, RAGGED, LOGITS, ENTROPY, FIRSTS, SQUARES, EXACT, GROUP
     )
     most = tl.max(largest, 0)
     worth = probability_under(largest, most)
@@ -138,22 +126,21 @@ def _both_kernel(
     if FIRSTS:
         first_of_all = tl.min(tl.where(largest == most, first, 2147483647), 0)
     all_logits, all_squares = tl.sum(logits, 0), tl.sum(worth * worth * squares, 0)
-    store_statistics(
-        parts_ptr, row, True, 0, M, most, sum_of_all, target, all_logits, all_surprise, first_of_all, all_squares,
-        PLANES, LOGITS, ENTROPY, FIRSTS, SQUARES,
-    )  # fmt: skip
+    of_row = RowSums(most, sum_of_all, all_logits, all_surprise, first_of_all, all_squares)
+    store_statistics(parts_ptr + row, M.to(tl.int64), True, of_row, target, LOGITS, ENTROPY, FIRSTS, SQUARES)
     lse, less = rounded_lse(most, tl.log(sum_of_all), EXACT)
     a, s, t = g * (1.0 + 2.0 * z_loss * lse) * less, -g * smoothing / W, g * (smoothing - 1.0)
     if counts:
-        x = still_packed(held)
-        _store_gradient(out_ptr, x, last, a, s, lse, scale, cap, W, ROOM, SCALED, CAPPED, SMOOTHED, EXACT, RAGGED)
+        d = _gradients(still_packed(held), lse, a, s if SMOOTHED else None, scale, cap, EXACT)
+        store_gradients(out_ptr, last, d, W, ROOM, RAGGED)
         for back in range(0, AGAIN, BLOCK):
             columns = AGAIN - BLOCK - back + lanes
             x = _piece(x_ptr, columns, ROOM, False, "evict_first")
-            _store_gradient(out_ptr, x, columns, a, s, lse, scale, cap, W, ROOM, SCALED, CAPPED, SMOOTHED, EXACT, False)
-        d = gradient_of(own, target - lse, exp_above(target, lse, EXACT), a, 0.0, s + t, scale, cap, SCALED, CAPPED, False, True)
+            d = _gradients(x, lse, a, s if SMOOTHED else None, scale, cap, EXACT)
+            store_gradients(out_ptr, columns, d, W, ROOM, False)
+        of_label = _gradients(own, lse, a, s + t, scale, cap, EXACT)
         tl.debug_barrier()  # after another thread's store to the label's column
-        tl.store(out_ptr + label, d)
+        tl.store(out_ptr + label, of_label)
     else:
         for begin in range(0, ROOM, BLOCK):
             tl.store(out_ptr + begin + lanes, tl.zeros([BLOCK], tl.float32), mask=begin + lanes < ROOM)
@@ -178,12 +165,11 @@ def tiles_of_rows(W: int, smoothed: bool, more: bool) -> tuple[int, int]:
 
 @lru_cache(1024)
 def _plan(W: int, room: int, x_row: int, out_row: int, terms: LossTerms, stats: tuple[str, ...], wide: bool) -> Bound:
-    capped = flags_of(terms)[1]
     sums = sums_of(terms, stats)
-    block, num_warps = tiles_of_rows(W, sums[0], any(sums[1:]) or capped)
+    block, num_warps = tiles_of_rows(W, sums[0], any(sums[1:]) or bool(terms.softcap))
     bound: Bound = _both_kernel.bind(
         x_row, out_row, *numbers_of(terms), terms.smoothing, terms.z_loss, terms.ignore_index,
-        W, room, PLANES, *flags_of(terms), *sums, bool(stats), known_align(x_row, out_row), block,
+        W, room, bool(terms.smoothing), *sums, bool(stats), known_align(x_row, out_row), block,
         min(block, 4 if wide else 8), num_warps=num_warps,
     )  # fmt: skip
     return bound

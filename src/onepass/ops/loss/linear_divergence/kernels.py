@@ -8,7 +8,7 @@ multiprocessor's own cache, and much of the rest from the L2. Where ranks share 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,29 +19,62 @@ from onepass.kernels.rows import aligned, known_align
 from onepass.ops.loss.linear_divergence import rows as by_pytorch
 from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
 from onepass.ops.loss.linear_divergence.rows import LogitRows
-from onepass.ops.loss.row_functions import LOG2_E, finished_logit, gradient_of, probability_under
+from onepass.ops.loss.row_functions import LOG2_E, finished_logit, gradient_of, numbers_of, probability_under, store_gradients
 from onepass.runtime.sizes import power_of_two
 
 NORMALISERS, MIXTURE, GRADIENT = 1, 2, 3  # sweeps, from BEGIN to END
 LOG_2 = tl.constexpr(0.6931471805599453)
+GROUP = tl.constexpr(8)  # neighbours that a thread sums: no piece has fewer
 FORWARD_KL, REVERSE_KL, JSD = (tl.constexpr(i) for i in range(3))  # as in KINDS
 
 
 # ---- pieces of a row ----
 
 
+class _Heads(NamedTuple):
+    """One row's logits of both heads, and the terms of their divergence. A scale of 1, or no cap, is None."""
+
+    x_ptr: Any
+    teacher_ptr: Any
+    scale: Any
+    cap: Any
+    teacher_cap: Any
+    beta: Any
+
+
+class _Normalisers(NamedTuple):
+    """What makes logarithms of probabilities: (z - base) - log_total."""
+
+    base: Any
+    log_total: Any
+    teacher_base: Any
+    teacher_log_total: Any
+
+
 @device_function
-def _finished(
-    x_ptr, columns, scale, cap,
-    W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr,
-):  # fmt: skip
+def _finished(x_ptr, columns, scale, cap, W: tl.constexpr, ROOM: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
     """A piece as stored, and its finished logits: -inf past the row's end. POLICY: evict_last where another sweep follows."""
     if MASKED:
         x = tl.load(x_ptr + columns, mask=columns < ROOM, other=0.0, eviction_policy=POLICY)
-        return x, tl.where(columns < W, finished_logit(x, scale, cap, SCALED, CAPPED), float("-inf"))
+        return x, tl.where(columns < W, finished_logit(x, scale, cap), float("-inf"))
     else:
         x = tl.load(x_ptr + columns, eviction_policy=POLICY)
-        return x, finished_logit(x, scale, cap, SCALED, CAPPED)
+        return x, finished_logit(x, scale, cap)
+
+
+@device_function
+def _both(heads, columns, W: tl.constexpr, ROOM: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """A piece of the student's as stored, and both heads' finished logits."""
+    x, zs = _finished(heads.x_ptr, columns, heads.scale, heads.cap, W, ROOM, MASKED, POLICY)
+    _, zt = _finished(heads.teacher_ptr, columns, heads.scale, heads.teacher_cap, W, ROOM, MASKED, POLICY)
+    return x, zs, zt
+
+
+@device_function
+def _log_probs(heads, numbers, columns, W: tl.constexpr, ROOM: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """A piece of the student's as stored, and the logarithms of both heads' probabilities."""
+    x, zs, zt = _both(heads, columns, W, ROOM, MASKED, POLICY)
+    return x, (zs - numbers.base) - numbers.log_total, (zt - numbers.teacher_base) - numbers.teacher_log_total
 
 
 @device_function
@@ -50,7 +83,7 @@ def _base(largest):
 
 
 @device_function
-def _in_groups(z, GROUP: tl.constexpr):
+def _in_groups(z):
     """Neighbours, one thread's each."""
     return tl.reshape(z, [z.shape[0] // GROUP, GROUP])
 
@@ -72,9 +105,9 @@ def _on_base(cross, total, worth, shift):
 
 
 @device_function
-def _add_piece(zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND: tl.constexpr, GROUP: tl.constexpr):
-    most, moved, worth, a, e = _raise_base(_in_groups(zs, GROUP), largest)
-    teacher_most, teacher_moved, teacher_worth, b, f = _raise_base(_in_groups(zt, GROUP), teacher_largest)
+def _add_piece(zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND: tl.constexpr):
+    most, moved, worth, a, e = _raise_base(_in_groups(zs), largest)
+    teacher_most, teacher_moved, teacher_worth, b, f = _raise_base(_in_groups(zt), teacher_largest)
     if KIND == FORWARD_KL:
         cross = _on_base(cross, teacher_total, teacher_worth, teacher_moved - moved)
         cross += tl.sum(tl.where(f == 0, 0.0, f * (b - a)), 1)
@@ -109,27 +142,23 @@ def _mixture(ls, lt, beta, ROUGH: tl.constexpr):
 
 
 @device_function
-def _gradient(x, ls, lt, g, mean, beta, scale, cap, KIND: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+def _gradients(heads, x, ls, lt, g, mean, KIND: tl.constexpr):
     if KIND == FORWARD_KL:
         d = tl.exp2(ls * LOG2_E) - tl.exp2(lt * LOG2_E)
     elif KIND == REVERSE_KL:
         s = tl.exp2(ls * LOG2_E)
         d = tl.where(s == 0, 0.0, s * ((ls - lt) - mean))
     else:
-        s, _, above, _ = _mixture(ls, lt, beta, x.dtype != tl.float32)
+        s, _, above, _ = _mixture(ls, lt, heads.beta, x.dtype != tl.float32)
         d = tl.where(s == 0, 0.0, s * (above - mean))
-    return gradient_of(x, 0.0, d, g, 0.0, 0.0, scale, cap, SCALED, CAPPED, False, False)
+    return gradient_of(x, 0.0, d, g, None, None, heads.scale, heads.cap)
 
 
 # ---- rows ----
 
 
 @device_function
-def _normalisers(
-    x_ptr, teacher_ptr, scale, cap, teacher_cap, W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
+def _normalisers(heads, W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
     """First sweep, to the right: statistics of a row, as `merge_statistics` takes them."""
     LAST: tl.constexpr = (W - 1) // BLOCK * BLOCK  # where the last piece begins
     lanes = tl.arange(0, BLOCK)
@@ -140,15 +169,13 @@ def _normalisers(
     cross = tl.zeros([BLOCK // GROUP], tl.float32)
     for begin in range(0, LAST, BLOCK):
         columns = begin + lanes
-        _, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, False, POLICY)
-        _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, False, POLICY)
+        _, zs, zt = _both(heads, columns, W, ROOM, False, POLICY)
         largest, total, teacher_largest, teacher_total, cross = _add_piece(
-            zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND, GROUP
+            zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND
         )
-    _, zs = _finished(x_ptr, LAST + lanes, scale, cap, W, ROOM, SCALED, CAPPED, LAST + BLOCK > W, POLICY)
-    _, zt = _finished(teacher_ptr, LAST + lanes, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, LAST + BLOCK > W, POLICY)
+    _, zs, zt = _both(heads, LAST + lanes, W, ROOM, LAST + BLOCK > W, POLICY)
     largest, total, teacher_largest, teacher_total, cross = _add_piece(
-        zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND, GROUP
+        zs, zt, largest, total, teacher_largest, teacher_total, cross, KIND
     )
     most, teacher_most = tl.max(largest, 0), tl.max(teacher_largest, 0)
     worth, teacher_worth = probability_under(largest, most), probability_under(teacher_largest, teacher_most)
@@ -161,42 +188,27 @@ def _normalisers(
 
 
 @device_function
-def _mixture_piece(
-    x_ptr, teacher_ptr, columns, base, log_total, teacher_base, teacher_log_total, scale, cap, teacher_cap, beta,
-    W: tl.constexpr, ROOM: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr,
-):  # fmt: skip
+def _mixture_piece(heads, numbers, columns, W: tl.constexpr, ROOM: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
     """A piece's part of KL(student || M) and of KL(teacher || M), in groups."""
-    x, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED, POLICY)
-    _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED, POLICY)
-    ls, lt = (zs - base) - log_total, (zt - teacher_base) - teacher_log_total
-    s, t, above, teacher_above = _mixture(ls, lt, beta, x.dtype != tl.float32)
+    x, ls, lt = _log_probs(heads, numbers, columns, W, ROOM, MASKED, POLICY)
+    s, t, above, teacher_above = _mixture(ls, lt, heads.beta, x.dtype != tl.float32)
     own = tl.where(s == 0, 0.0, s * above)
     teachers = tl.where(t == 0, 0.0, t * teacher_above)
-    return tl.sum(_in_groups(own, GROUP), 1), tl.sum(_in_groups(teachers, GROUP), 1)
+    return tl.sum(_in_groups(own), 1), tl.sum(_in_groups(teachers), 1)
 
 
 @device_function
-def _store_gradient(
-    x_ptr, out_ptr, teacher_ptr, columns, g, base, log_total, teacher_base, teacher_log_total, mean,
-    scale, cap, teacher_cap, beta, W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, MASKED: tl.constexpr,
+def _gradient_piece(
+    heads, numbers, out_ptr, columns, g, mean, W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    x, zs = _finished(x_ptr, columns, scale, cap, W, ROOM, SCALED, CAPPED, MASKED, "evict_first")
-    _, zt = _finished(teacher_ptr, columns, scale, teacher_cap, W, ROOM, SCALED, TEACHER_CAPPED, MASKED, "evict_first")
-    ls, lt = (zs - base) - log_total, (zt - teacher_base) - teacher_log_total
-    d = _gradient(x, ls, lt, g, mean, beta, scale, cap, KIND, SCALED, CAPPED)
-    if MASKED:
-        tl.store(out_ptr + columns, tl.where(columns < W, d, 0.0), mask=columns < ROOM, cache_modifier=".cs")
-    else:
-        tl.store(out_ptr + columns, d, cache_modifier=".cs")
+    x, ls, lt = _log_probs(heads, numbers, columns, W, ROOM, MASKED, "evict_first")
+    store_gradients(out_ptr, columns, _gradients(heads, x, ls, lt, g, mean, KIND), W, ROOM, MASKED)
 
 
 @device_function
 def _row(
-    x_ptr, out_ptr, teacher_ptr, numbers_ptr, sums_ptr, loss_ptr, far, sums_far, g, scale, cap, teacher_cap, beta,
-    W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    heads, out_ptr, numbers_ptr, sums_ptr, loss_ptr, far, sums_far, g,
+    W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sweeps from BEGIN to END of one row."""
     LAST: tl.constexpr = (W - 1) // BLOCK * BLOCK
@@ -205,9 +217,8 @@ def _row(
     mean = 0.0
     if BEGIN == 1:
         most, total, teacher_most, teacher_total, kl = _normalisers(
-            x_ptr, teacher_ptr, scale, cap, teacher_cap, W, ROOM, KIND, SCALED, CAPPED, TEACHER_CAPPED, BLOCK, GROUP,
-            "evict_last" if LATER else "evict_first",
-        )  # fmt: skip
+            heads, W, ROOM, KIND, BLOCK, "evict_last" if LATER else "evict_first"
+        )
         base, log_total, teacher_base, teacher_log_total = most, total, teacher_most, teacher_total
         if END > 1:
             base, teacher_base = _base(most), _base(teacher_most)
@@ -228,24 +239,19 @@ def _row(
         log_total = tl.load(numbers_ptr + far)
         teacher_base = tl.load(numbers_ptr + 2 * far)
         teacher_log_total = tl.load(numbers_ptr + 3 * far)
+    numbers = _Normalisers(base, log_total, teacher_base, teacher_log_total)
     if KIND == JSD and BEGIN <= 2 and END >= 2:
-        own, teachers = _mixture_piece(  # to the left
-            x_ptr, teacher_ptr, LAST + lanes, base, log_total, teacher_base, teacher_log_total, scale, cap, teacher_cap, beta,
-            W, ROOM, SCALED, CAPPED, TEACHER_CAPPED, LAST + BLOCK > W, GROUP, "evict_last" if END == 3 else "evict_first",
-        )  # fmt: skip
+        POLICY: tl.constexpr = "evict_last" if END == 3 else "evict_first"
+        own, teachers = _mixture_piece(heads, numbers, LAST + lanes, W, ROOM, LAST + BLOCK > W, POLICY)  # to the left
         for back in range(BLOCK, LAST + BLOCK, BLOCK):
-            more, teachers_more = _mixture_piece(
-                x_ptr, teacher_ptr, LAST - back + lanes, base, log_total, teacher_base, teacher_log_total,
-                scale, cap, teacher_cap, beta, W, ROOM, SCALED, CAPPED, TEACHER_CAPPED, False, GROUP,
-                "evict_last" if END == 3 else "evict_first",
-            )  # fmt: skip
+            more, teachers_more = _mixture_piece(heads, numbers, LAST - back + lanes, W, ROOM, False, POLICY)
             own += more
             teachers += teachers_more
         mean, kl = tl.sum(own, 0), tl.sum(teachers, 0)
         if BEGIN == 2:
             tl.store(sums_ptr, mean)
             tl.store(sums_ptr + sums_far, kl)
-        kl = beta * kl + (1.0 - beta) * mean
+        kl = heads.beta * kl + (1.0 - heads.beta) * mean
     if BEGIN == 1 and END > 1:
         tl.store(loss_ptr, kl)
         tl.store(numbers_ptr + 4 * far, mean)
@@ -253,24 +259,15 @@ def _row(
         if BEGIN == 3:
             mean = tl.load(numbers_ptr + 4 * far)
         if KIND == JSD:
-            g *= 1.0 - beta
+            g *= 1.0 - heads.beta
         RIGHT: tl.constexpr = KIND == JSD and BEGIN == 1  # the third sweep
         if not RIGHT:
-            _store_gradient(
-                x_ptr, out_ptr, teacher_ptr, LAST + lanes, g, base, log_total, teacher_base, teacher_log_total, mean,
-                scale, cap, teacher_cap, beta, W, ROOM, KIND, SCALED, CAPPED, TEACHER_CAPPED, LAST + BLOCK > W,
-            )  # fmt: skip
+            _gradient_piece(heads, numbers, out_ptr, LAST + lanes, g, mean, W, ROOM, KIND, LAST + BLOCK > W)
         for at in range(0, LAST, BLOCK):
             columns = (at if RIGHT else LAST - BLOCK - at) + lanes
-            _store_gradient(
-                x_ptr, out_ptr, teacher_ptr, columns, g, base, log_total, teacher_base, teacher_log_total, mean,
-                scale, cap, teacher_cap, beta, W, ROOM, KIND, SCALED, CAPPED, TEACHER_CAPPED, False,
-            )  # fmt: skip
+            _gradient_piece(heads, numbers, out_ptr, columns, g, mean, W, ROOM, KIND, False)
         if RIGHT:
-            _store_gradient(
-                x_ptr, out_ptr, teacher_ptr, LAST + lanes, g, base, log_total, teacher_base, teacher_log_total, mean,
-                scale, cap, teacher_cap, beta, W, ROOM, KIND, SCALED, CAPPED, TEACHER_CAPPED, LAST + BLOCK > W,
-            )  # fmt: skip
+            _gradient_piece(heads, numbers, out_ptr, LAST + lanes, g, mean, W, ROOM, KIND, LAST + BLOCK > W)
 
 
 @kernel
@@ -278,9 +275,8 @@ def _divergence_kernel(
     x_ptr, out_ptr, teacher_ptr, labels_ptr, g_ptr, numbers_ptr, sums_ptr, loss_ptr,
     M, S,  # rows; the numbers of a row are S apart
     X_ROW, OUT_ROW, TEACHER_ROW, scale, cap, teacher_cap, beta, ignore,
-    W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, PLANES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    W: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr,
+    PLANES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     X_ROW, OUT_ROW, TEACHER_ROW = aligned(X_ROW, ALIGN), aligned(OUT_ROW, ALIGN), aligned(TEACHER_ROW, ALIGN)
     row = tl.program_id(0).to(tl.int64)
@@ -288,11 +284,11 @@ def _divergence_kernel(
     counts = tl.load(labels_ptr + row).to(tl.int64) != ignore
     if counts:
         g = 1.0 if g_ptr is None else tl.load(g_ptr + row)
+        heads = _Heads(x_ptr + row * X_ROW, teacher_ptr + row * TEACHER_ROW, scale, cap, teacher_cap, beta)
         _row(
-            x_ptr + row * X_ROW, None if out_ptr is None else out_ptr + row * OUT_ROW, teacher_ptr + row * TEACHER_ROW,
-            numbers_ptr + row, None if sums_ptr is None else sums_ptr + row, None if loss_ptr is None else loss_ptr + row,
-            far, M, g, scale, cap, teacher_cap, beta,
-            W, ROOM, KIND, BEGIN, END, SCALED, CAPPED, TEACHER_CAPPED, BLOCK, GROUP,
+            heads, None if out_ptr is None else out_ptr + row * OUT_ROW, numbers_ptr + row,
+            None if sums_ptr is None else sums_ptr + row, None if loss_ptr is None else loss_ptr + row, far, M, g,
+            W, ROOM, KIND, BEGIN, END, BLOCK,
         )  # fmt: skip
     else:  # its logits are not read
         if BEGIN == 1:
@@ -334,11 +330,10 @@ def tiles_of_rows(W: int, kind: str, gradient: bool) -> PieceTiles:
 @lru_cache(1024)
 def _plan(W: int, room: int, strides: tuple[int, int, int], terms: DivergenceTerms, begin: int, end: int) -> Bound:
     tiles = tiles_of_rows(W, terms.kind, end == GRADIENT)
-    student, teacher = terms.student, terms.teacher
+    numbers = *numbers_of(terms.student), terms.teacher.softcap or None, terms.beta
     bound: Bound = _divergence_kernel.bind(
-        *strides, student.scale, student.softcap or 1.0, teacher.softcap or 1.0, terms.beta, terms.ignore_index,
-        W, room, KINDS.index(terms.kind), begin, end, student.scale != 1, bool(terms.softcap), bool(terms.teacher_softcap),
-        PLANES, known_align(*strides), tiles.block, min(tiles.block, 8), num_warps=tiles.num_warps, resident=tiles.resident,
+        *strides, *numbers, terms.ignore_index, W, room, KINDS.index(terms.kind), begin, end,
+        PLANES, known_align(*strides), tiles.block, num_warps=tiles.num_warps, resident=tiles.resident,
     )  # fmt: skip
     return bound
 
