@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from onepass.kernels.column_reduce import join_helpers, leave_helpers, share_str
 from onepass.kernels.device_tables import device_zeros
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
-from onepass.kernels.rows import aligned, load_scale, load_vector
+from onepass.kernels.rows import aligned, load_block, load_scale, load_vector
 from onepass.ops.norm.ragged.lanes import LanePlan, Lanes, addresses, check_gradients, check_lanes, layout_of, plan_for
 from onepass.runtime.sizes import ceil_div, processors
 
@@ -40,86 +40,113 @@ _SHARE_S, _SHARE_H = 128, 32  # strips and columns of a tile of the last sums
 _LAUNCHES = 4  # programs of the backward, for each that runs at a time: lanes share them out more evenly
 
 
-@device_function
-def _place(rows, M, width, column, TOTAL, PACKED: tl.constexpr):
-    """Where rows of a lane begin in a tensor of all: lanes side by side, or one after the other."""
-    return rows * TOTAL + column if PACKED else rows * width + M * column
+class _ForwardLane(NamedTuple):
+    """Where a lane's rows and vectors begin, and how far its rows are apart. What there is none of is None."""
+
+    x_ptr: Any
+    x_row: Any
+    weight_ptr: Any
+    bias_ptr: Any
+    y_ptr: Any
+    y_row: Any
+    mean_ptr: Any
+    rstd_ptr: Any
+    width: Any
+
+
+class _BackwardLane(NamedTuple):
+    """The same of backward."""
+
+    dy_ptr: Any
+    dy_row: Any
+    x_ptr: Any
+    x_row: Any
+    weight_ptr: Any
+    mean_ptr: Any
+    rstd_ptr: Any
+    dx_ptr: Any
+    dx_row: Any
+    width: Any
 
 
 @device_function
-def _forward_tile(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, M, x_at, weight_at, bias_at, x_row, stats_at, width, column, first,
-    TOTAL, eps, LAYER: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _place(M, width, column, TOTAL, PACKED: tl.constexpr):
+    """Return where a lane begins in a tensor of all, side by side or one after the other, and how far its rows are apart."""
+    if PACKED:
+        return column, TOTAL
+    else:
+        return M * column, width
+
+
+@device_function
+def _forward_tile(lane, M, first, eps, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
-    within = columns < width
+    within = columns < lane.width
     rows = first + tl.arange(0, BLOCK_M)
     real = rows < M
     inside = real[:, None] & within[None, :]
-    x = tl.load(x_ptr + (x_at + rows * x_row)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    weight = load_scale(weight_ptr, weight_at + columns, within, False)[None, :]
-    bias = load_vector(bias_ptr, bias_at + columns, within)[None, :]
-    H = width.to(tl.float32)
-    if LAYER:
+    x = load_block(lane.x_ptr, rows, columns, lane.x_row, inside)
+    weight = load_scale(lane.weight_ptr, columns, within, False)[None, :]
+    bias = load_vector(lane.bias_ptr, columns, within)[None, :]
+    H = lane.width.to(tl.float32)
+    if lane.mean_ptr is not None:
         mean = tl.sum(x, 1) / H
         x = tl.where(within[None, :], x - mean[:, None], 0.0)
-        tl.store(mean_ptr + stats_at + rows, mean, mask=real)
+        tl.store(lane.mean_ptr + rows, mean, mask=real)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / H + eps)
-    tl.store(rstd_ptr + stats_at + rows, rstd, mask=real)
-    at = _place(rows, M, width, column, TOTAL, PACKED)[:, None] + columns[None, :]
-    tl.store(y_ptr + at, x * rstd[:, None] * weight + bias, mask=inside)
+    tl.store(lane.rstd_ptr + rows, rstd, mask=real)
+    at = (rows * lane.y_row)[:, None] + columns[None, :]
+    tl.store(lane.y_ptr + at, x * rstd[:, None] * weight + bias, mask=inside)
 
 
 @device_function
-def _forward_long(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, M, x_at, weight_at, bias_at, x_row, stats_at, width, column, row,
-    TOTAL, eps, LAYER: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+def _forward_long(lane, row, eps):
     """One row, in pieces that are read again for each of its statistics."""
     lanes = tl.arange(0, PIECE)
-    x_ptr += x_at + row * x_row
+    x_ptr = lane.x_ptr + row * lane.x_row
+    y_ptr = lane.y_ptr + row * lane.y_row
+    width = lane.width
     H = width.to(tl.float32)
     mean = 0.0
-    if LAYER:
+    if lane.mean_ptr is not None:
         sums = tl.zeros([PIECE], tl.float32)
         for start in range(0, width, PIECE):
             sums += tl.load(x_ptr + start + lanes, mask=start + lanes < width, other=0.0).to(tl.float32)
         mean = tl.sum(sums, 0) / H
-        tl.store(mean_ptr + stats_at + row, mean)
+        tl.store(lane.mean_ptr + row, mean)
     squares = tl.zeros([PIECE], tl.float32)
     for start in range(0, width, PIECE):
         within = start + lanes < width
         x = tl.load(x_ptr + start + lanes, mask=within, other=0.0).to(tl.float32)
-        if LAYER:
+        if lane.mean_ptr is not None:
             x = tl.where(within, x - mean, 0.0)
         squares += x * x
     rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / H + eps)
-    tl.store(rstd_ptr + stats_at + row, rstd)
-    at = _place(row, M, width, column, TOTAL, PACKED)
+    tl.store(lane.rstd_ptr + row, rstd)
     for start in range(0, width, PIECE):
         columns = start + lanes
         within = columns < width
         x = tl.load(x_ptr + columns, mask=within, other=0.0).to(tl.float32)
-        if LAYER:
+        if lane.mean_ptr is not None:
             x -= mean
-        y = x * rstd * load_scale(weight_ptr, weight_at + columns, within, False)
-        tl.store(y_ptr + at + columns, y + load_vector(bias_ptr, bias_at + columns, within), mask=within)
+        y = x * rstd * load_scale(lane.weight_ptr, columns, within, False)
+        tl.store(y_ptr + columns, y + load_vector(lane.bias_ptr, columns, within), mask=within)
 
 
 @kernel
 def _lanes_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, lanes_ptr, at_ptr,
-    M, L, SPAN, TOTAL, eps, LAYER: tl.constexpr, PACKED: tl.constexpr, KINDS: tl.constexpr, TILE: tl.constexpr,
-    TALLEST: tl.constexpr, ALIGN: tl.constexpr,
+    M, L, SPAN, TOTAL, eps, PACKED: tl.constexpr, KINDS: tl.constexpr, TILE: tl.constexpr, TALLEST: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     # of lanes: [kind, width, column, x's row] x L, then each program's lane and first row; at: [x, weight, bias] x L
     mine = tl.load(lanes_ptr + 4 * L + tl.program_id(0))
-    lane = mine >> 32
+    number = mine >> 32
     span = tl.program_id(1) + 65535 * tl.program_id(2).to(tl.int64)
     first = span * SPAN + (mine & 0xFFFFFFFF)
     if first < M:
-        lanes_ptr += lane
-        at_ptr += lane
+        lanes_ptr += number
+        at_ptr += number
         kind = tl.load(lanes_ptr)
         width = aligned(tl.load(lanes_ptr + L), ALIGN)
         column = aligned(tl.load(lanes_ptr + 2 * L), ALIGN)
@@ -127,46 +154,46 @@ def _lanes_forward_kernel(
         x_at = aligned(tl.load(at_ptr), ALIGN)
         weight_at = aligned(tl.load(at_ptr + L), ALIGN)
         bias_at = aligned(tl.load(at_ptr + 2 * L), ALIGN)
-        stats_at = lane * M
-        total = aligned(TOTAL, ALIGN)
+        stats_at = number * M
+        y_at, y_row = _place(M, width, column, aligned(TOTAL, ALIGN), PACKED)
+        lane = _ForwardLane(
+            x_ptr + x_at, x_row, None if weight_ptr is None else weight_ptr + weight_at,
+            None if bias_ptr is None else bias_ptr + bias_at, y_ptr + y_at, y_row,
+            None if mean_ptr is None else mean_ptr + stats_at, rstd_ptr + stats_at, width,
+        )  # fmt: skip
         for k in tl.static_range(4, 12):
             if (KINDS >> k) & 1:  # noqa: SIM102  (known to the compiler; what follows is not)
                 if kind == k:
                     _forward_tile(
-                        x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, M, x_at, weight_at, bias_at, x_row, stats_at,
-                        width, column, first, total, eps, LAYER, PACKED,
+                        lane, M, first, eps,
                         (TALLEST if TILE >> k > TALLEST else TILE >> k) if TILE >> k else 1, 1 << k,  # 3.5: max is no constant
                     )  # fmt: skip
         if KINDS >> 12:  # noqa: SIM102  (the bit of LONG, the last)
             if kind == LONG:
-                _forward_long(
-                    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, M, x_at, weight_at, bias_at, x_row, stats_at,
-                    width, column, first, total, eps, LAYER, PACKED,
-                )  # fmt: skip
+                _forward_long(lane, first, eps)
 
 
 @device_function
 def _backward_tiles(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, M, dy_at, x_at, weight_at, dy_row, x_row, stats_at,
-    width, column, strip, strips, TOTAL, LAYER: tl.constexpr, PACKED: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    lane, partial_ptr, M, strip, strips, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of every strips-th tile of a lane's rows, and the sums of those rows for dweight and dbias."""
     columns = tl.arange(0, WIDTH)
-    within = columns < width
-    weight = load_scale(weight_ptr, weight_at + columns, within, False)[None, :]
-    H = width.to(tl.float32)
+    within = columns < lane.width
+    weight = load_scale(lane.weight_ptr, columns, within, False)[None, :]
+    H = lane.width.to(tl.float32)
     dweight = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     dbias = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for first in tl.range(strip * BLOCK_M, M, strips * BLOCK_M, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_M)
         real = rows < M
         inside = real[:, None] & within[None, :]
-        dy = tl.load(dy_ptr + (dy_at + rows * dy_row)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(x_ptr + (x_at + rows * x_row)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + stats_at + rows, mask=real, other=0.0)[:, None]
-        if LAYER:
-            z -= tl.load(mean_ptr + stats_at + rows, mask=real, other=0.0)[:, None]
+        dy = load_block(lane.dy_ptr, rows, columns, lane.dy_row, inside)
+        z = load_block(lane.x_ptr, rows, columns, lane.x_row, inside)
+        rstd = tl.load(lane.rstd_ptr + rows, mask=real, other=0.0)[:, None]
+        if lane.mean_ptr is not None:
+            z -= tl.load(lane.mean_ptr + rows, mask=real, other=0.0)[:, None]
         z *= rstd  # outside the row this is no 0, but there dy is
         if DWEIGHT:
             dweight += dy * z
@@ -174,29 +201,27 @@ def _backward_tiles(
             dbias += dy
         g = dy * weight
         dx = g - z * (tl.sum(g * z, 1) / H)[:, None]
-        if LAYER:
+        if lane.mean_ptr is not None:
             dx -= (tl.sum(g, 1) / H)[:, None]
-        at = _place(rows, M, width, column, TOTAL, PACKED)[:, None] + columns[None, :]
-        tl.store(dx_ptr + at, dx * rstd, mask=inside)
+        at = (rows * lane.dx_row)[:, None] + columns[None, :]
+        tl.store(lane.dx_ptr + at, dx * rstd, mask=inside)
     if DWEIGHT:
         tl.store(partial_ptr + columns, tl.sum(dweight, 0), mask=within)
-        partial_ptr += width
+        partial_ptr += lane.width
     if DBIAS:
         tl.store(partial_ptr + columns, tl.sum(dbias, 0), mask=within)
 
 
 @device_function
-def _backward_long(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, M, dy_at, x_at, weight_at, dy_row, x_row, stats_at,
-    width, column, strip, strips, TOTAL, LAYER: tl.constexpr, PACKED: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
-):  # fmt: skip
+def _backward_long(lane, partial_ptr, M, strip, strips, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr):
     """The same, a row at a time in pieces. There are no registers for sums this wide: the partials themselves are added to."""
     lanes = tl.arange(0, PIECE)
+    width = lane.width
     H = width.to(tl.float32)
     for row in range(strip, M, strips):
-        dys, xs = dy_ptr + dy_at + row * dy_row, x_ptr + x_at + row * x_row
-        rstd = tl.load(rstd_ptr + stats_at + row)
-        mean = tl.load(mean_ptr + stats_at + row) if LAYER else 0.0
+        dys, xs, dxs = lane.dy_ptr + row * lane.dy_row, lane.x_ptr + row * lane.x_row, lane.dx_ptr + row * lane.dx_row
+        rstd = tl.load(lane.rstd_ptr + row)
+        mean = tl.load(lane.mean_ptr + row) if lane.mean_ptr is not None else 0.0
         products = tl.zeros([PIECE], tl.float32)
         sum_g = tl.zeros([PIECE], tl.float32)
         for start in range(0, width, PIECE):
@@ -204,7 +229,7 @@ def _backward_long(
             within = columns < width
             dy = tl.load(dys + columns, mask=within, other=0.0).to(tl.float32)
             z = (tl.load(xs + columns, mask=within, other=0.0).to(tl.float32) - mean) * rstd
-            g = dy * load_scale(weight_ptr, weight_at + columns, within, False)
+            g = dy * load_scale(lane.weight_ptr, columns, within, False)
             products += g * z
             sum_g += g
             again = within & (row != strip)
@@ -215,33 +240,32 @@ def _backward_long(
                 at = partial_ptr + (width if DWEIGHT else 0) + columns
                 tl.store(at, tl.load(at, mask=again, other=0.0) + dy, mask=within)
         product, mean_g = tl.sum(products, 0) / H, tl.sum(sum_g, 0) / H
-        at = _place(row, M, width, column, TOTAL, PACKED)
         for start in range(0, width, PIECE):
             columns = start + lanes
             within = columns < width
             dy = tl.load(dys + columns, mask=within, other=0.0).to(tl.float32)
             z = (tl.load(xs + columns, mask=within, other=0.0).to(tl.float32) - mean) * rstd
-            dx = dy * load_scale(weight_ptr, weight_at + columns, within, False) - z * product
-            if LAYER:
+            dx = dy * load_scale(lane.weight_ptr, columns, within, False) - z * product
+            if lane.mean_ptr is not None:
                 dx -= mean_g
-            tl.store(dx_ptr + at + columns, dx * rstd, mask=within)
+            tl.store(dxs + columns, dx * rstd, mask=within)
         tl.debug_barrier()  # this row's sums are there before another thread adds the next row's
 
 
 @kernel
 def _lanes_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr, lanes_ptr, at_ptr,
-    M, L, TOTAL, LAYER: tl.constexpr, PACKED: tl.constexpr, KINDS: tl.constexpr, TILE: tl.constexpr, TALLEST: tl.constexpr,
+    M, L, TOTAL, PACKED: tl.constexpr, KINDS: tl.constexpr, TILE: tl.constexpr, TALLEST: tl.constexpr,
     STAGES: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     # of lanes: [kind, width, column, dy's row, x's row, strips, helpers, partials before] x L, then each program's lane and strip
     DWEIGHT: tl.constexpr = dweight_ptr is not None
     DBIAS: tl.constexpr = dbias_ptr is not None
     mine = tl.load(lanes_ptr + 8 * L + tl.program_id(0))
-    lane = mine >> 32
+    number = mine >> 32
     strip = mine & 0xFFFFFFFF
-    lanes_ptr += lane
-    at_ptr += lane
+    lanes_ptr += number
+    at_ptr += number
     kind = tl.load(lanes_ptr)
     width = aligned(tl.load(lanes_ptr + L), ALIGN)
     column = aligned(tl.load(lanes_ptr + 2 * L), ALIGN)
@@ -253,8 +277,12 @@ def _lanes_backward_kernel(
         dy_at = aligned(tl.load(at_ptr), ALIGN)
         x_at = aligned(tl.load(at_ptr + L), ALIGN)
         weight_at = aligned(tl.load(at_ptr + 2 * L), ALIGN)
-        stats_at = lane * M
-        total = aligned(TOTAL, ALIGN)
+        stats_at = number * M
+        dx_at, dx_row = _place(M, width, column, aligned(TOTAL, ALIGN), PACKED)
+        lane = _BackwardLane(
+            dy_ptr + dy_at, dy_row, x_ptr + x_at, x_row, None if weight_ptr is None else weight_ptr + weight_at,
+            None if mean_ptr is None else mean_ptr + stats_at, rstd_ptr + stats_at, dx_ptr + dx_at, dx_row, width,
+        )  # fmt: skip
         SUMS: tl.constexpr = DWEIGHT + DBIAS
         partials = partial_ptr
         if SUMS > 0:
@@ -266,20 +294,16 @@ def _lanes_backward_kernel(
             if (KINDS >> k) & 1:  # noqa: SIM102  (known to the compiler; what follows is not)
                 if kind == k:
                     _backward_tiles(
-                        dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, own, M, dy_at, x_at, weight_at, dy_row, x_row,
-                        stats_at, width, column, strip, strips, total, LAYER, PACKED, DWEIGHT, DBIAS,
+                        lane, own, M, strip, strips, DWEIGHT, DBIAS,
                         (TALLEST if TILE >> k > TALLEST else TILE >> k) if TILE >> k else 1, 1 << k, STAGES,  # 3.5: as forward
                     )  # fmt: skip
         if KINDS >> 12:  # noqa: SIM102  (the bit of LONG, the last)
             if kind == LONG:
-                _backward_long(
-                    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, own, M, dy_at, x_at, weight_at, dy_row, x_row,
-                    stats_at, width, column, strip, strips, total, LAYER, PACKED, DWEIGHT, DBIAS,
-                )  # fmt: skip
+                _backward_long(lane, own, M, strip, strips, DWEIGHT, DBIAS)
         if SUMS > 0:
             helpers = tl.minimum(tl.load(lanes_ptr + 6 * L), tl.maximum(1, strips // 2)).to(tl.int32)
             programs = strips.to(tl.int32)
-            helper = join_helpers(arrived_ptr + 2 * lane, programs, helpers)
+            helper = join_helpers(arrived_ptr + 2 * number, programs, helpers)
             if helper >= 0:
                 dweights = dweight_ptr
                 dbiases = dbias_ptr
@@ -288,7 +312,7 @@ def _lanes_backward_kernel(
                 if DBIAS:
                     dbiases += column
                 share_strips(partials, dweights, dbiases, helper, helpers, programs, width.to(tl.int32), False, SHARE_S, SHARE_H)
-                leave_helpers(arrived_ptr + 2 * lane, helpers)
+                leave_helpers(arrived_ptr + 2 * number, helpers)
 
 
 # ---- who does what: from the lanes' widths and the device, never by trial ----
@@ -338,7 +362,7 @@ def forward_plan(xs: Lanes, layer: bool, eps: float, packed: bool) -> LanePlan:
     columns = [0, *accumulate(widths)]
     lanes = (*map(kind_of, widths), *widths, *columns[:-1], *layout.rows, *programs)
     bounds = [
-        _bound(_lanes_forward_kernel, 2, 0, len(xs), span, columns[-1], eps, layer, packed, _branches(widths), tile, _SPAN, align)
+        _bound(_lanes_forward_kernel, 2, 0, len(xs), span, columns[-1], eps, packed, _branches(widths), tile, _SPAN, align)
         for align in (1, multiple)
     ]
     grid = grid_of(len(programs), ceil_div(M, span))
@@ -354,7 +378,7 @@ def backward_plan(dys: Lanes, xs: Lanes, layer: bool, packed: bool) -> LanePlan:
     programs = [lane << 32 | strip for lane in widest_first for strip in range(strips[lane])]
     lanes = (*map(kind_of, widths), *widths, *columns[:-1], *layout.rows, *strips, *helpers, *before[:-1], *programs)
     M, multiple = x.numel() // x.shape[-1], 16 // x.element_size()
-    fixed = len(xs), columns[-1], layer, packed, _branches(widths)
+    fixed = len(xs), columns[-1], packed, _branches(widths)
     many = layer and max(widths) > PIECE.value // 2
     bounds = [_backward_bound(fixed, x.element_size() > 2, many, align) for align in (1, multiple)]
     aligned = not _any_odd((*widths, *layout.rows), multiple)
