@@ -296,8 +296,12 @@ MUTANTS = {  # function, what is there, what stands there instead
     "short: y in 16 bits first": ("short_codes_kernel", "codes(y, scale", "codes(y.to(tl.bfloat16).to(tl.float32), scale"),
     "short: the scale in the inverse's place": ("short_codes_kernel", "power_of_two(254 - biased)", "power_of_two(biased)"),
     "short: rows past the last are noted": ("short_codes_kernel", "ptr, tl.where(inside, y, 0.0)", "ptr, y"),
-    "long: y in 16 bits first": ("_store_piece", "codes(y, scale", "codes(y.to(tl.bfloat16).to(tl.float32), scale"),
-    "long: h not as it was normalised": ("_store_piece", "columns, x, mask", "columns, x.to(tl.float32) * 0.5, mask"),
+    "long: y in 16 bits first": (
+        "long_codes_kernel",
+        "inside, operand_codes(y, scale",
+        "inside, operand_codes(y.to(tl.bfloat16).to(tl.float32), scale",
+    ),
+    "long: h not as it was normalised": ("store_piece", "columns, x, mask", "columns, x.to(tl.float32) * 0.5, mask"),
     "long: counts of the first piece": (
         "long_codes_kernel",
         "for first in range(0, H, BLOCK_H)",
@@ -306,13 +310,13 @@ MUTANTS = {  # function, what is there, what stands there instead
     "long: the largest of the last piece": ("_sizes_of", "tl.maximum(sizes, finite_sizes(", "tl.maximum(0.0, finite_sizes("),
     "long: a scale without what is held": (
         "long_codes_kernel",
-        "_sizes_of(sizes, y, inside,",
-        "_sizes_of(sizes, y * 0.25, inside,",
+        "CENTERED) sizes = _sizes_of(sizes, y, inside,",
+        "CENTERED); sizes = _sizes_of(sizes, y * 0.25, inside,",
     ),
     "long: a scale without what is not held": (
         "long_codes_kernel",
-        "_sizes_of(sizes, y, whole,",
-        "_sizes_of(sizes, y * 0.25, whole,",
+        "CENTERED) sizes = _sizes_of(sizes, y, whole,",
+        "CENTERED); sizes = _sizes_of(sizes, y * 0.25, whole,",
     ),
     "long: a piece is forgotten": ("long_codes_kernel", "else AGAIN - BLOCK_H - turn", "else 0"),
     "long: a piece is forgotten by row": ("long_codes_kernel", "(turn if", "(0 if"),
@@ -345,7 +349,7 @@ def test_the_hard_calls_are_right(hard):
 @needs_triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, hard):
-    module = device_functions if MUTANTS[name][0] == "store_transposed" else norm_fp8
+    module = {"store_transposed": device_functions, "store_piece": norm_forward}.get(MUTANTS[name][0], norm_fp8)
     mutant = mutate(module, *MUTANTS[name], entry=norm_fp8)
     try:
         right = all(judge(given, E4M3, mutant) for given in hard)

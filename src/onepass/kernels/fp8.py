@@ -16,7 +16,7 @@ from torch import Tensor
 from onepass.kernels.language import PTX, device_function, tl
 from onepass.runtime.fp8 import SLOTS
 
-QUAD = 4  # rows whose codes are one number
+QUAD = tl.constexpr(4)  # rows whose codes are one number
 TILE_M, TILE_H = 64, 64  # of passes that write transposed codes
 
 

@@ -73,7 +73,7 @@ def _rows_kernel(
 def _tiles_kernel(
     x_ptr, codes_ptr, transposed_ptr, scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr, M, X_ROW, H,
     ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
-    QUAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     X_ROW, H = aligned(X_ROW, ALIGN), aligned(H, ALIGN)
     PARTS: tl.constexpr = 1 if transposed_ptr is None else QUAD
@@ -130,7 +130,7 @@ def _column_amax_kernel(
 @kernel
 def _columns_kernel(
     x_ptr, transposed_ptr, amax_ptr, inverse_ptr, N, K,
-    ALIGN: tl.constexpr, MULTIPLE: tl.constexpr, QUAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     K = aligned(K, ALIGN)
     matrix = tl.program_id(2).to(tl.int64)
@@ -154,7 +154,7 @@ def _columns_kernel(
 def _columns_plan(N: int, K: int) -> tuple[int, Bound, Bound]:
     steps = min(8, ceil_div(N, _AMAX_N))
     amax: Bound = _column_amax_kernel.bind(N, K, known_align(K), _AMAX_N, _AMAX_K, steps, num_warps=4)
-    transposed: Bound = _columns_kernel.bind(N, K, known_align(K), MULTIPLE, QUAD, TILE_M, TILE_H, num_warps=4)
+    transposed: Bound = _columns_kernel.bind(N, K, known_align(K), MULTIPLE, TILE_M, TILE_H, num_warps=4)
     return steps, amax, transposed
 
 
@@ -172,7 +172,7 @@ def _rows_plan(H: int, x_row: int, e5m2: bool) -> tuple[int, Bound]:
 def _tiles_plan(H: int, x_row: int, e5m2: bool, transposed: bool) -> tuple[int, int, Bound]:
     block_m, block_h, num_warps = (TILE_M, TILE_H, 4) if transposed else (8, 512, 4)
     bound: Bound = _tiles_kernel.bind(
-        x_row, H, known_align(x_row, H), e5m2, SLOTS, MULTIPLE, QUAD, block_m, block_h, num_warps=num_warps
+        x_row, H, known_align(x_row, H), e5m2, SLOTS, MULTIPLE, block_m, block_h, num_warps=num_warps
     )
     return block_m, block_h, bound
 

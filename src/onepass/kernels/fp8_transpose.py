@@ -27,7 +27,7 @@ TILE_M, TILE_H = 128, 128  # whole cache lines of either matrix
 @kernel
 def _turn_kernel(
     codes_ptr, transposed_ptr, M, H,
-    ALIGN: tl.constexpr, MULTIPLE: tl.constexpr, QUAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    ALIGN: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     H = aligned(H, ALIGN)
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
@@ -45,7 +45,7 @@ def _turn_kernel(
 
 @lru_cache(1024)
 def _turn_plan(H: int) -> Bound:
-    bound: Bound = _turn_kernel.bind(H, known_align(H), MULTIPLE, QUAD, TILE_M, TILE_H, num_warps=8)
+    bound: Bound = _turn_kernel.bind(H, known_align(H), MULTIPLE, TILE_M, TILE_H, num_warps=8)
     return bound
 
 

@@ -149,7 +149,7 @@ def _backward_codes_kernel(
     partial_ptr, row_sums_ptr,
     dx_scale_ptr, amax_ptr, saturated_ptr, underflowed_ptr, y_scale_ptr, M, H, DY_ROW, X_ROW, clamp, offset,
     ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, ALIGN: tl.constexpr,
-    DX_E5M2: tl.constexpr, Y_E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr, QUAD: tl.constexpr,
+    DX_E5M2: tl.constexpr, Y_E5M2: tl.constexpr, SLOTS: tl.constexpr, MULTIPLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
@@ -291,7 +291,7 @@ def _backward_plan(
     width = _backward_width(H)
     bound: Bound = _backward_codes_kernel.bind(
         H, dy_row, x_row, clamp, offset, act.forward, act.derivative, act.masks, act.gated, known_align(H, dy_row, x_row),
-        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, QUAD, TILE_M, width, num_warps=2 if width == TILE_H else 1,
+        dx_e5m2, y_e5m2, SLOTS, MULTIPLE, TILE_M, width, num_warps=2 if width == TILE_H else 1,
     )  # fmt: skip
     return bound
 

@@ -94,9 +94,10 @@ def _add_products(sums, a, b, FOLD: tl.constexpr):
 
 
 @device_function
-def _store_sums(out_ptr, partial_ptr, sums, alone, H: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr):
-    """The sums of a program's rows: where it is alone, they are the result."""
-    for i in tl.static_range(CHUNKS):
+def _store_sums(out_ptr, partial_ptr, sums, alone, H: tl.constexpr):
+    """The sums of a program's rows, in chunks: where it is alone, they are the result."""
+    BLOCK_H: tl.constexpr = sums[0].shape[1]
+    for i in tl.static_range(len(sums)):
         columns = i * BLOCK_H + tl.arange(0, BLOCK_H)
         total = tl.sum(sums[i], 0)
         tl.store(out_ptr + columns, total, mask=(columns < H) & alone)
@@ -106,7 +107,7 @@ def _store_sums(out_ptr, partial_ptr, sums, alone, H: tl.constexpr, BLOCK_H: tl.
 @device_function
 def finish_sums(
     dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweights, dbiases,
-    H: tl.constexpr, ADD: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
+    H: tl.constexpr, ADD: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
     """Sum dweight and dbias over the programs of the grid's first dimension, each of which has the sums of its own rows."""
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -115,9 +116,9 @@ def finish_sums(
         alone = (programs == 1) & (not ADD)  # to be added, they take the way of several programs: one place adds
         at = partial_ptr + program * (PARTS * H)
         if dweight_ptr is not None:
-            _store_sums(dweight_ptr, at, dweights, alone, H, BLOCK_H, CHUNKS)
+            _store_sums(dweight_ptr, at, dweights, alone, H)
         if dbias_ptr is not None:
-            _store_sums(dbias_ptr, at + (PARTS - 1) * H, dbiases, alone, H, BLOCK_H, CHUNKS)
+            _store_sums(dbias_ptr, at + (PARTS - 1) * H, dbiases, alone, H)
         if alone == 0:
             helpers = helper_count()
             helper = join_helpers(arrived_ptr, programs, helpers)
@@ -206,9 +207,7 @@ def _rows_kernel(
                 else:
                     dx *= rstd
                 _store_chunk(dx_ptr, rows, columns, real, dx, H, (i + 1) * BLOCK_H <= H)
-    finish_sums(
-        dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweights, dbiases, H, ADD, BLOCK_H, CHUNKS, SHARE_S, SHARE_H
-    )  # fmt: skip
+    finish_sums(dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweights, dbiases, H, ADD, SHARE_S, SHARE_H)
 
 
 @device_function

@@ -81,13 +81,13 @@ def _short_kernel(
 
 
 @device_function
-def row_piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, POLICY: tl.constexpr):
+def row_piece(x_ptr, residual_ptr, h_ptr, columns, inside, POLICY: tl.constexpr):
     """A piece of a row of x in its own type, or of x + residual in h's."""
-    x = tl.load(x_ptr + row * X_ROW + columns, mask=inside, other=0.0, eviction_policy=POLICY)
+    x = tl.load(x_ptr + columns, mask=inside, other=0.0, eviction_policy=POLICY)
     if residual_ptr is None:
         return x
     else:
-        residual = tl.load(residual_ptr + row * R_ROW + columns, mask=inside, other=0.0, eviction_policy=POLICY)
+        residual = tl.load(residual_ptr + columns, mask=inside, other=0.0, eviction_policy=POLICY)
         return (x.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
 
 
@@ -122,19 +122,20 @@ def normed_piece(
 
 @device_function
 def long_statistics(
-    x_ptr, residual_ptr, h_ptr, stats_ptr, row, lanes, M, X_ROW, R_ROW, eps,
+    x_ptr, residual_ptr, h_ptr, eps,
     H: tl.constexpr, LAYER: tl.constexpr, BLOCK_H: tl.constexpr, HELD: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Return the pieces that are held, those after the first AGAIN columns, and the row's mean and 1 / deviation; store these."""
+    """Return a row's pieces that are held, those after the first AGAIN columns, and its mean and 1 / deviation."""
     tl.static_assert(AGAIN >= 0 and AGAIN <= H)
     GROUP: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth if LAYER else 1  # what a thread reads at once, or less
     EACH: tl.constexpr = AGAIN // (BLOCK_H // GROUP)  # values that are read again, of each group
+    lanes = tl.arange(0, BLOCK_H)
     whole = inside_row(lanes, H, True)
     means = tl.zeros([BLOCK_H // GROUP], tl.float32)  # of each group's values, of LayerNorm
     squares = tl.zeros([BLOCK_H // GROUP], tl.float32)  # summed: of the values, or of their distances from their group's mean
     met = 0.0
     for first in range(0, AGAIN, BLOCK_H):
-        x = row_piece(x_ptr, residual_ptr, h_ptr, row, first + lanes, whole, X_ROW, R_ROW, "evict_last")
+        x = row_piece(x_ptr, residual_ptr, h_ptr, first + lanes, whole, "evict_last")
         if LAYER:
             means, squares, met = _add_groups(means, squares, met, _groups(x, GROUP), GROUP)
         else:
@@ -144,7 +145,7 @@ def long_statistics(
     for i in tl.static_range(HELD):
         columns = AGAIN + i * BLOCK_H + lanes
         inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
-        held += (row_piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, "evict_first"),)
+        held += (row_piece(x_ptr, residual_ptr, h_ptr, columns, inside, "evict_first"),)
     mean = 0.0
     if LAYER:  # distances from a mean, as the squares of x itself would cancel where the mean is large
         sums = means * EACH
@@ -152,8 +153,6 @@ def long_statistics(
             sums += tl.sum(_groups(held[i], GROUP), 1)
         mean = tl.sum(sums, 0) / H
         squares += (means - mean) * (means - mean) * EACH
-        if stats_ptr is not None:
-            tl.store(stats_ptr + M + row, mean)
     for i in tl.static_range(HELD):
         x = (still_packed(held[i]) if LAYER else held[i]).to(tl.float32)
         if LAYER:
@@ -161,22 +160,24 @@ def long_statistics(
             squares += tl.sum(_groups(x * x, GROUP), 1)
         else:
             squares = tl.fma(x, x, squares)
-    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / H + eps)
-    if stats_ptr is not None:
-        tl.store(stats_ptr + row, rstd)
-    return held, mean, rstd
+    return held, mean, 1.0 / tl.sqrt(tl.sum(squares, 0) / H + eps)
 
 
 @device_function
-def _finish(
-    y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, inside, x, mean, rstd,
-    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """A piece of y, and of h where there is a residual."""
+def store_statistics(stats_ptr, row, M, mean, rstd, LAYER: tl.constexpr):
+    """Store a row's statistics where they are kept."""
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, rstd)
+        if LAYER:
+            tl.store(stats_ptr + M + row, mean)
+
+
+@device_function
+def store_piece(y_ptr, h_ptr, columns, inside, y, x, CACHE: tl.constexpr):
+    """Store a piece of y or of its codes, and of h, which is x here, where there is a residual."""
     if h_ptr is not None:
-        tl.store(h_ptr + row * H + columns, x, mask=inside, cache_modifier=CACHE)
-    y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
-    tl.store(y_ptr + row * H + columns, y, mask=inside, cache_modifier=CACHE)
+        tl.store(h_ptr + columns, x, mask=inside, cache_modifier=CACHE)
+    tl.store(y_ptr + columns, y, mask=inside, cache_modifier=CACHE)
 
 
 @kernel
@@ -186,24 +187,29 @@ def _long_kernel(
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
     AGAIN: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H - HELD) * BLOCK_H  # columns that are read again; the others are held
     row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * aligned(X_ROW, ALIGN)
+    if residual_ptr is not None:
+        residual_ptr += row * aligned(R_ROW, ALIGN)
+        h_ptr += row * H
     lanes = tl.arange(0, BLOCK_H)
     whole = inside_row(lanes, H, True)
-    held, mean, rstd = long_statistics(
-        x_ptr, residual_ptr, h_ptr, stats_ptr, row, lanes, M, X_ROW, R_ROW, eps, H, LAYER, BLOCK_H, HELD, AGAIN
-    )
+    held, mean, rstd = long_statistics(x_ptr, residual_ptr, h_ptr, eps, H, LAYER, BLOCK_H, HELD, AGAIN)
+    store_statistics(stats_ptr, row, M, mean, rstd, LAYER)
     if y_ptr is not None:
+        y_ptr += row * H
         for i in tl.static_range(HELD):
             columns = AGAIN + i * BLOCK_H + lanes
             inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
             h = still_packed(held[i])
-            _finish(y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, inside, h, mean, rstd, H, LAYER, CENTERED, CACHE)
+            y = normed_piece(weight_ptr, bias_ptr, columns, inside, h, mean, rstd, LAYER, CENTERED)
+            store_piece(y_ptr, h_ptr, columns, inside, y, h, CACHE)
         for back in range(0, AGAIN, BLOCK_H):
             columns = AGAIN - BLOCK_H - back + lanes
-            h = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, whole, X_ROW, R_ROW, "evict_first")
-            _finish(y_ptr, h_ptr, weight_ptr, bias_ptr, row, columns, whole, h, mean, rstd, H, LAYER, CENTERED, CACHE)
+            h = row_piece(x_ptr, residual_ptr, h_ptr, columns, whole, "evict_first")
+            y = normed_piece(weight_ptr, bias_ptr, columns, whole, h, mean, rstd, LAYER, CENTERED)
+            store_piece(y_ptr, h_ptr, columns, whole, y, h, CACHE)
 
 
 # ---- tiles ----

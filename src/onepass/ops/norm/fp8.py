@@ -46,6 +46,8 @@ from onepass.ops.norm.forward import (
     normed_piece,
     row_piece,
     short_rows,
+    store_piece,
+    store_statistics,
 )
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E5M2, MULTIPLE, SLOTS, FP8Target, FP8Tensor, describe_output
@@ -87,21 +89,6 @@ def _sizes_of(sizes, y, inside, WHOLE: tl.constexpr):
     return tl.maximum(sizes, finite_sizes(y if WHOLE else tl.where(inside, y, 0.0)))
 
 
-@device_function
-def _store_piece(
-    codes_ptr, h_ptr, amax_ptr, weight_ptr, bias_ptr, row, columns, inside, x, mean, rstd, scale, sizes, WHOLE: tl.constexpr,
-    H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, E5M2: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """Store a piece of codes, and of h where there is a residual. Return sizes with those of this piece."""
-    if h_ptr is not None:
-        tl.store(h_ptr + row * H + columns, x, mask=inside, cache_modifier=CACHE)
-    y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
-    tl.store(codes_ptr + row * H + columns, operand_codes(y, scale, E5M2), mask=inside, cache_modifier=CACHE)
-    if amax_ptr is not None:
-        sizes = _sizes_of(sizes, y, inside, WHOLE)
-    return sizes
-
-
 @kernel
 def long_codes_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, codes_ptr, inverse_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, saturated_ptr,
@@ -109,14 +96,17 @@ def long_codes_kernel(
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    X_ROW, R_ROW = aligned(X_ROW, ALIGN), aligned(R_ROW, ALIGN)
     AGAIN: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H - HELD) * BLOCK_H  # columns that are read again; the others are held
     row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * aligned(X_ROW, ALIGN)
+    codes_ptr += row * H
+    if residual_ptr is not None:
+        residual_ptr += row * aligned(R_ROW, ALIGN)
+        h_ptr += row * H
     lanes = tl.arange(0, BLOCK_H)
     whole = inside_row(lanes, H, True)
-    held, mean, rstd = long_statistics(
-        x_ptr, residual_ptr, h_ptr, stats_ptr, row, lanes, M, X_ROW, R_ROW, eps, H, LAYER, BLOCK_H, HELD, AGAIN
-    )
+    held, mean, rstd = long_statistics(x_ptr, residual_ptr, h_ptr, eps, H, LAYER, BLOCK_H, HELD, AGAIN)
+    store_statistics(stats_ptr, row, M, mean, rstd, LAYER)
     sizes = tl.zeros([BLOCK_H], tl.float32)
     if inverse_ptr is not None:
         for i in tl.static_range(HELD):
@@ -126,7 +116,7 @@ def long_codes_kernel(
             sizes = _sizes_of(sizes, y, inside, AGAIN + (i + 1) * BLOCK_H <= H)
         for back in range(0, AGAIN, BLOCK_H):  # backwards: what was read last is the surest to be in the cache
             columns = AGAIN - BLOCK_H - back + lanes
-            x = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, whole, X_ROW, R_ROW, "evict_last")
+            x = row_piece(x_ptr, residual_ptr, h_ptr, columns, whole, "evict_last")
             y = normed_piece(weight_ptr, bias_ptr, columns, whole, x, mean, rstd, LAYER, CENTERED)
             sizes = _sizes_of(sizes, y, whole, True)
         biased = scale_exponents(tl.max(sizes, 0), E5M2)
@@ -137,17 +127,18 @@ def long_codes_kernel(
     for i in tl.static_range(HELD):
         columns = AGAIN + i * BLOCK_H + lanes
         inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
-        sizes = _store_piece(
-            codes_ptr, h_ptr, amax_ptr, weight_ptr, bias_ptr, row, columns, inside, still_packed(held[i]), mean, rstd, scale,
-            sizes, AGAIN + (i + 1) * BLOCK_H <= H, H, LAYER, CENTERED, E5M2, CACHE,
-        )  # fmt: skip
+        x = still_packed(held[i])
+        y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
+        store_piece(codes_ptr, h_ptr, columns, inside, operand_codes(y, scale, E5M2), x, CACHE)
+        if amax_ptr is not None:
+            sizes = _sizes_of(sizes, y, inside, AGAIN + (i + 1) * BLOCK_H <= H)
     for turn in range(0, AGAIN, BLOCK_H):  # in the other direction than the last time
         columns = (turn if inverse_ptr is not None else AGAIN - BLOCK_H - turn) + lanes
-        x = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, whole, X_ROW, R_ROW, "evict_first")
-        sizes = _store_piece(
-            codes_ptr, h_ptr, amax_ptr, weight_ptr, bias_ptr, row, columns, whole, x, mean, rstd, scale,
-            sizes, True, H, LAYER, CENTERED, E5M2, CACHE,
-        )  # fmt: skip
+        x = row_piece(x_ptr, residual_ptr, h_ptr, columns, whole, "evict_first")
+        y = normed_piece(weight_ptr, bias_ptr, columns, whole, x, mean, rstd, LAYER, CENTERED)
+        store_piece(codes_ptr, h_ptr, columns, whole, operand_codes(y, scale, E5M2), x, CACHE)
+        if amax_ptr is not None:
+            sizes = _sizes_of(sizes, y, whole, True)
     if amax_ptr is not None:
         largest = tl.max(sizes, 0)
         slot = tl.program_id(0) % SLOTS
@@ -159,7 +150,7 @@ def long_codes_kernel(
             for first in range(0, H, BLOCK_H):
                 columns = first + lanes
                 inside = inside_row(columns, H, H % BLOCK_H == 0)
-                x = row_piece(x_ptr, residual_ptr, h_ptr, row, columns, inside, X_ROW, R_ROW, "evict_first")
+                x = row_piece(x_ptr, residual_ptr, h_ptr, columns, inside, "evict_first")
                 y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
                 y = tl.where(inside, y, 0.0)
                 tl.atomic_add(saturated_ptr + slot, saturated_count(y, scale, E5M2), sem="relaxed")
@@ -172,7 +163,7 @@ def transposed_codes_kernel(
     h_ptr, stats_ptr, weight_ptr, bias_ptr, transposed_ptr, scale_ptr,
     M, H_ROW, H,
     LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr, E5M2: tl.constexpr, MULTIPLE: tl.constexpr,
-    QUAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     H_ROW, H = aligned(H_ROW, ALIGN), aligned(H, ALIGN)
     tile = tl.program_id(1) + 65535 * tl.program_id(2)
@@ -235,7 +226,7 @@ def _codes_plan(
 @lru_cache(1024)
 def _transposed_plan(H: int, h_row: int, layer: bool, centered: bool, e5m2: bool) -> Bound:
     bound: Bound = transposed_codes_kernel.bind(
-        h_row, H, layer, centered, known_align(h_row, H), e5m2, MULTIPLE, QUAD, TILE_M, TILE_H, num_warps=4
+        h_row, H, layer, centered, known_align(h_row, H), e5m2, MULTIPLE, TILE_M, TILE_H, num_warps=4
     )
     return bound
 

@@ -154,7 +154,7 @@ def _gated_backward_kernel(
     if dweight_ptr is not None:
         finish_sums(
             dweight_ptr + group, None, partial_ptr + group.to(tl.int64) * programs, arrived_ptr + 2 * tl.program_id(1),
-            (dweight,), (), H, ADD, BLOCK_H, 1, SHARE_S, SHARE_H,
+            (dweight,), (), H, ADD, SHARE_S, SHARE_H,
         )  # fmt: skip
 
 
