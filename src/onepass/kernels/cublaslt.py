@@ -112,9 +112,10 @@ class _Plan:
     """What products of one kind share: a description, whose scales are set at each call, matrices and the algorithm."""
 
     def __init__(
-        self, device: int, M: int, N: int, K: int, a: torch.dtype, b: torch.dtype, out: torch.dtype, row: int, fast: bool,
+        self, device: int, sizes: tuple[int, int, int], a: torch.dtype, b: torch.dtype, out: torch.dtype, row: int, fast: bool,
         add: bool, by_row: bool,
     ) -> None:  # fmt: skip
+        M, N, K = sizes
         library = _load()
         assert isinstance(library, _Library)
         self._library, self._handle = library, _handle(device)
@@ -204,7 +205,7 @@ def scaled_mm(
     (M, K), N = a.shape, b.shape[0]
     a_inverse, b_inverse = (_aligned(t) if t.dim() else t for t in (a_inverse, b_inverse))
     places = a.data_ptr(), a_inverse.data_ptr(), b.data_ptr(), b_inverse.data_ptr(), out.data_ptr()
-    plan = _plan(device, M, N, K, a.dtype, b.dtype, out.dtype, out.stride(0), fast, add, a_inverse.dim() > 0)
+    plan = _plan(device, (M, N, K), a.dtype, b.dtype, out.dtype, out.stride(0), fast, add, a_inverse.dim() > 0)
     plan.run(*places, torch._C._cuda_getCurrentRawStream(device))
 
 

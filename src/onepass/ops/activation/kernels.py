@@ -58,7 +58,7 @@ def _forward_kernel(
     x = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
     z = x + load_vector(bias_ptr, columns, columns < H)[None, :]
     if codes_ptr is not None:
-        store_fp8_rows(codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside, 0, PARTS, RUN, BLOCK_H)
+        store_fp8_rows(codes_ptr, exponents_ptr, x, rows, tile, M, H, 0, PARTS, RUN)
     if GATED:
         if linear_ptr is not None:
             x2 = load_rows(linear_ptr, None, rows, columns, H, aligned(LINEAR_ROW, ALIGN), inside, 0, 1, RUN)
@@ -66,7 +66,7 @@ def _forward_kernel(
             x2 = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
         linear = x2 + load_vector(bias_ptr, columns + H, columns < H)[None, :]
         if codes_ptr is not None:
-            store_fp8_rows(codes_ptr, exponents_ptr, x2, rows, columns, tile, M, H, inside, 1, PARTS, RUN, BLOCK_H)
+            store_fp8_rows(codes_ptr, exponents_ptr, x2, rows, tile, M, H, 1, PARTS, RUN)
         if clamp is not None:
             z, linear = clamp_halves(z, linear, clamp)
         if offset is not None:

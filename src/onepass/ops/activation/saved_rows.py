@@ -68,14 +68,17 @@ def load_rows(
 
 @device_function
 def store_fp8_rows(
-    codes_ptr, exponents_ptr, x, rows, columns, tile, M, H, inside,
-    PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, BLOCK_H: tl.constexpr,
+    codes_ptr, exponents_ptr, x, rows, tile, M, H, PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
-    """Store a block of one part as fp8 codes, with the exponents of its runs."""
+    """Store a tile of one part's columns as fp8 codes, with the exponents of its runs."""
+    BLOCK_H: tl.constexpr = x.shape[1]
     exponents = fp8_exponents(x, RUN)
     codes = fp8_encode(x, exponents, RUN)
-    tl.store(codes_ptr + rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :], codes, mask=inside)
+    real = (rows < M)[:, None]
+    columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    at = rows[:, None] * (H * PARTS) + (columns + PART * H)[None, :]
+    tl.store(codes_ptr + at, codes, mask=real & (columns < H)[None, :])
     runs = tl.cdiv(H, RUN)
     run = tile * (BLOCK_H // RUN) + tl.arange(0, BLOCK_H // RUN)
     at = rows[:, None] * (runs * PARTS) + (run + PART * runs)[None, :]
-    tl.store(exponents_ptr + at, exponents.to(tl.uint8), mask=(rows < M)[:, None] & (run < runs)[None, :])
+    tl.store(exponents_ptr + at, exponents.to(tl.uint8), mask=real & (run < runs)[None, :])

@@ -51,12 +51,11 @@ def _find_parts(order_ptr, row, M, PIECE: tl.constexpr, BOUNDARIES: tl.constexpr
 
 @device_function
 def _sum_parts(
-    partial_ptr, order_ptr, row, first, parts, columns, inside, H,
-    PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    partial_ptr, order_ptr, row, first, parts, columns, inside, H, PIECE: tl.constexpr, BLOCK_R: tl.constexpr
 ):  # fmt: skip
     """Sum the parts of a row's run in their order."""
     begins_inside = tl.where(_rows_of(order_ptr, first * PIECE, True) == row, 0, 1)
-    total = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+    total = tl.zeros([BLOCK_R, columns.shape[0]], tl.float32)
     for start in range(0, parts, BLOCK_R):
         part = start + tl.arange(0, BLOCK_R)
         slots = ((first + part) * 2 + tl.where(part == 0, begins_inside, 0)).to(tl.int64)
@@ -112,7 +111,7 @@ def _embedding_backward_kernel(
             writes = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
             if writes:
                 tl.store(counter, 0)
-                total = _sum_parts(partial_ptr, order_ptr, row, first, parts, columns, inside, H, PIECE, BLOCK_R, BLOCK_H)
+                total = _sum_parts(partial_ptr, order_ptr, row, first, parts, columns, inside, H, PIECE, BLOCK_R)
         if writes:
             if ADD:
                 total += kept
