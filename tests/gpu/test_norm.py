@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from gpu.calls import compilations, nobody_waits, replays_on_any_stream
+from gpu.calls import compilations, nobody_waits, replays_on_any_stream, taken
 
 import onepass
 from onepass.kernels import scratch
@@ -360,23 +360,14 @@ def test_compiled_is_the_same(H, layer, mode):
 @pytest.mark.parametrize("H", (512, 4096, 12288, 32768, 65536, 262144))
 def test_scratch_stays_small(H, layer):
     leaves, dys = inputs(1024, H, layer)
-    results = grads(layer, leaves, dys)
+    grads(layer, leaves, dys)
     scratch._kept.clear()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = None
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    results = grads(layer, leaves, dys)
-    torch.cuda.synchronize()
+    peak, results = taken(lambda: grads(layer, leaves, dys))
     kept = sum(a.nbytes + b.nbytes for a, b in scratch._kept.values())
     allowed = (2 if layer else 1) * (processors(leaves[0].device) * H * 16 + 2**20)
     assert kept <= allowed
     statistics = 1024 * 4 * (2 if layer else 1)
-    more = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in results) - statistics
+    more = peak - sum(t.nbytes for t in results) - statistics
     assert more <= allowed + 8192
 
 
@@ -384,11 +375,8 @@ def test_scratch_stays_small(H, layer):
 def test_a_step_allocates_its_results_and_nothing_else(layer):
     leaves, dys = inputs(4096, 4096, layer, True)
     grads(layer, leaves, dys)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = grads(layer, leaves, dys)
+    peak, results = taken(lambda: grads(layer, leaves, dys))
     # x and residual have one gradient, which both are given
     distinct = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in results}
     statistics = 4096 * 4 * (2 if layer else 1)
-    assert torch.cuda.max_memory_allocated() - before <= sum(distinct.values()) + statistics + 8192
+    assert peak <= sum(distinct.values()) + statistics + 8192
