@@ -10,7 +10,8 @@ pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("peft")
 
 import peft
-from integrations.huggingface.families import FAMILIES, VOCABULARY, assert_alike, batch, made, step
+import transformers
+from integrations.huggingface.families import FAMILIES, MOE, VOCABULARY, assert_alike, batch, made, step
 from integrations.huggingface.test_wrapped_layers import with_lora
 from safetensors.torch import load_file
 
@@ -100,6 +101,7 @@ def test_every_family_is_replaced_as_without_adapters(family):
     applied, later = huggingface.apply(first), huggingface.apply(after)
     after = with_lora(after)
     assert replaced(applied) == expected
+    assert not [row for row in applied.left if row.part == "lora"]
     moved = {row for row in replaced(later) if row[0].endswith("experts")}  # whose parameters PEFT wraps: it says so
     assert replaced(later) - moved == {row for row in expected if not row[0].endswith("experts")}
     for model in (first, after):
@@ -300,6 +302,29 @@ def test_with_gradient_checkpointing(reentrant, calls):
     model.enable_input_require_grads()
     assert_steps_alike(model, before)
     assert calls == 2 * PRODUCTS or calls == PRODUCTS + PRODUCTS[4:] + PRODUCTS[:4]
+
+
+def test_shared_experts():
+    """Attention and the shared expert are as without adapters, beside experts whose weights are one parameter."""
+    sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "num_experts": 4}
+    config = transformers.Qwen2MoeConfig(**MOE | sizes)
+    model = with_lora(transformers.AutoModelForCausalLM.from_config(config), exclude_modules=["lm_head"])
+    before, applied = copy.deepcopy(model), huggingface.apply(model)
+    assert not applied.left
+    assert {row.by for row in applied.rows if "shared_expert" in row.name and row.part == "mlp"} == {"activation_linear, swiglu"}
+    assert_alike(step(model, **batch()), step(before, **batch()), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled(calls):
+    """A compiled graph has PEFT's layers, between what else is onepass's."""
+    model, before, _ = both()
+    torch._dynamo.reset()
+    given = batch() | {"use_cache": False}
+    assert_alike(step(torch.compile(model, fullgraph=True, backend="aot_eager"), **given), step(before, **given))
+    assert not calls
+    assert_alike(step(model, **given), step(before, **given))
+    assert calls == PRODUCTS
 
 
 def test_saved_adapters_are_pefts(tmp_path):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onepass
 from onepass.integrations import huggingface
+from onepass.integrations.huggingface import linears
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.patches import Patches
 
@@ -65,6 +66,35 @@ def test_losses_and_gradients(group, wrapped, what):
     torch.testing.assert_close(outputs.loss, losses[group.rank()])
     for name, p in model.named_parameters():
         torch.testing.assert_close(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), alone.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("wrapped", ("DDP", "fully_shard"))
+def test_adapters(group, wrapped, monkeypatch):
+    """PEFT's adapters are in the products, and have the gradients of one process."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    alone = peft.get_peft_model(new_model(), config)
+    model = copy.deepcopy(alone)
+    batches = torch.randint(VOCABULARY, (group.size(), 2, 12)).unbind()
+    losses = [alone(input_ids=ids, labels=ids).loss for ids in batches]
+    (sum(losses) / len(losses)).backward()
+    huggingface.apply(model)
+    adapters = []
+    for name in ("linear", "norm_linear"):
+        stock = getattr(linears, name)
+        monkeypatch.setattr(linears, name, lambda *a, lora, s=stock, **o: adapters.append(len(lora)) or s(*a, lora=lora, **o))
+    called = DistributedDataParallel(model) if wrapped == "DDP" else fully_sharded(model.get_base_model())
+    mine = batches[group.rank()]
+    loss = called(input_ids=mine, labels=mine).loss
+    loss.backward()
+    together = 2 * [3, 2]  # q, k and v; gate and up, which FSDP gathers each by itself
+    assert adapters == (together if wrapped == "DDP" else sum(together) * [1])
+    torch.testing.assert_close(loss, losses[group.rank()])
+    for name, p in model.named_parameters():
+        expected = alone.get_parameter(name).grad
+        assert (p.grad is None) is (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), expected)
 
 
 def losses_of(called, parameters, ids):
