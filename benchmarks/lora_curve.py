@@ -30,6 +30,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onepass.integrations import huggingface
+from onepass.runtime.errors import version_of
 
 PAGES = Path(__file__).parents[1] / "docs"
 BYTES = 256  # the vocabulary
@@ -104,11 +105,12 @@ def distances(found: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
 def of_noise(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return onepass's mean distances as shares of PEFT's own.
 
-    Another order of sums is no share: in a short run it moves losses less than a rounding to bf16, in a long one it may as much.
+    Another order of sums moves the first losses by last bits of fp32, and those of 100 steps later as much as a rounding to bf16.
     """
     mean = {(row["run"], row["beside"]): row["mean"] for row in rows}
     shares = {
         "from PEFT, of PEFT's under autocast": (("onepass", "PEFT"), ("PEFT, autocast", "PEFT")),
+        "from PEFT, of PEFT's in another order": (("onepass", "PEFT"), ("PEFT, reordered", "PEFT")),
         "from PEFT in fp32, of PEFT's": (("onepass", "PEFT, fp32"), ("PEFT", "PEFT, fp32")),
         "from PEFT, of another seed's": (("onepass", "PEFT"), ("PEFT", OTHER_SEED)),
     }
@@ -144,6 +146,7 @@ def main() -> None:
     for name, share in shares.items():
         console.print(f"onepass's mean distance {name}: {share:.2f}")
     settings = {"model": args.model, "tokens": args.sequences * args.length, "steps": args.steps, "lr": args.lr}
+    settings |= {package: version_of(package) for package in ("peft", "transformers")}
     kept = {name: [[round(float(loss), 5) for loss in run] for run in runs] for name, runs in curves.items()}
     write(args.json, device, **settings, rows=rows, of_noise=shares, losses=kept)
 
