@@ -3,6 +3,8 @@
 It makes the gradient of b of the layer before, too, where that has an adapter.
 """
 
+import gc
+
 import pytest
 import torch
 from ops.calls import relative
@@ -99,7 +101,7 @@ def layers(between):
     ]
     dy, came = numbers(21, 16, seed=9), []
     h = onepass.lora_linear(x, up, *adapters[0], scale=0.5)
-    h.register_hook(lambda dh: came.append(hasattr(dh, "low_rank_product")))
+    h.register_hook(lambda dh: came.append(hasattr(dh, "low_rank_gradient")))
     y = onepass.activation_linear(between(h), down, None, "swiglu", lora=onepass.LoRA(*adapters[1], 2.0), backend="triton")
     found = torch.autograd.grad(y, (x, *adapters[0], *adapters[1]), dy)
     wide = [t.detach().double().requires_grad_() for t in (x, *adapters[0], *adapters[1])]
@@ -163,3 +165,23 @@ def test_a_mutant_is_found(name):
 
 def test_a_copy_without_a_change_passes():
     assert _is_right_everywhere(copy_package(lora_backward))
+
+
+def test_what_is_kept_is_autograds():
+    """Nothing of a layer outlasts its backward, though the loss does."""
+    x, up, down = numbers(21, 24, seed=1), numbers(96, 24, seed=2), numbers(16, 48, seed=3)
+    shapes = (3, 24), (96, 3), (5, 48), (16, 5)
+    a, b, c, d = (numbers(*shape, seed=i, dtype=torch.float32).requires_grad_() for i, shape in enumerate(shapes))
+
+    def step():
+        h = onepass.lora_linear(x, up, a, b)
+        return onepass.activation_linear(h, down, None, "swiglu", lora=onepass.LoRA(c, d), backend="triton").float().sum()
+
+    gc.collect()
+    before = len([one for one in gc.get_objects() if isinstance(one, torch.Tensor)])
+    losses = [step() for _ in range(3)]
+    for loss in losses:
+        loss.backward()
+    a.grad = b.grad = c.grad = d.grad = None
+    gc.collect()
+    assert len([one for one in gc.get_objects() if isinstance(one, torch.Tensor)]) == before + len(losses)

@@ -272,7 +272,7 @@ def test_the_weight_in_eight_bits(recipe, frozen):
         ({"a": torch.zeros(0, K), "b": torch.zeros(N, 0)}, ValueError, "lora.a must have at least one row"),
         ({"a": torch.zeros(2, K + 1)}, ValueError, r"lora.a must have shape \(2, 160\), but has \(2, 161\)"),
         ({"b": torch.zeros(8, N)}, ValueError, r"lora.b must have shape \(96, 8\), but has \(8, 96\)"),
-        ({"a": torch.zeros(8, K, dtype=torch.float64)}, TypeError, "lora.a must have x's type torch.float32 or fp32"),
+        ({"a": torch.zeros(8, K, dtype=torch.float64)}, TypeError, "lora.a must have x's type torch.float32, but is"),
         ({"scale": float("nan")}, ValueError, "lora.scale must be finite"),
         ({"scale": "1"}, TypeError, "lora.scale must be a number"),
         ({"rows": (4, 4)}, ValueError, "lora.rows must be two of the weight's 96 rows, the first below the last"),
@@ -307,3 +307,25 @@ def test_explain_says_what_is_around_the_products():
     assert "LoRA of rank 8 around them" in str(onepass.explain("norm_linear", x, None, weight, lora=LoRA(a, b), backend="triton"))
 
 
+
+
+@pytest.mark.parametrize("rows", (None, (0, N // 2)))
+@pytest.mark.parametrize("trained", (False, True))
+def test_a_pass_that_asks_for_no_adapter(rows, trained):
+    """Neither adapters that are frozen beside a trained x, nor those that a pass leaves out, are in its way."""
+    x, weight = numbers(7, K, seed=1).requires_grad_(), numbers(N, K, seed=2)
+    sizes = (3, K), (N if rows is None else rows[1], 3)
+    a, b = (numbers(*size, seed=3).requires_grad_(trained) for size in sizes)
+    two = [onepass.LoRA(a, b, 0.5, rows), onepass.LoRA(a, b, 2.0, rows)]
+    y = onepass.linear(x, weight, lora=two)
+    wide = weight.clone()
+    wide[: b.shape[0]] += (2.5 * b @ a).detach()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert relative(dx, wide.sum(0).expand_as(dx).double()) < 1e-5
+
+
+@pytest.mark.parametrize("rows", ([0, 8], (0.0, 8.0), (0, 8, 9), slice(0, 8), 8), ids=str)
+def test_rows_that_are_no_rows(rows):
+    lora = onepass.LoRA(numbers(3, K), numbers(8, 3), 1.0, rows)
+    with pytest.raises(TypeError, match="rows must be None or a tuple of two ints, but is"):
+        onepass.linear(numbers(2, K), numbers(N, K), lora=lora)

@@ -55,9 +55,11 @@ WITH_ADAPTERS: dict[type, Callable[[Any, Sequence[LoRA], Tensor, Tensor], tuple[
 
 
 class LowRankRows:
-    """t of a product with adapters, whose b has the gradient dy.T @ t: the op that makes dy may make that in the same pass.
+    """The rows t of a product with adapters, whose b has the gradient dy.T @ t: who makes dy may make that in the same pass.
 
-    A product marks its output with it (`mark`). The backward of an op that reads it marks the gradient with db.
+    The product marks its output with t, and the op that reads it keeps t among its saved tensors. That op's backward marks dy
+    with the gradient. Both marks count while their tensor has the version that it was marked at. (A write to `.data` changes
+    none.) The object itself holds t only from one function to the next.
     """
 
     __slots__ = ("t",)
@@ -65,24 +67,31 @@ class LowRankRows:
     def __init__(self) -> None:
         self.t: Tensor | None = None
 
+    def take(self) -> Tensor | None:
+        t, self.t = self.t, None
+        return t
+
     def mark(self, y: Tensor) -> None:
-        y.low_rank_rows = self, y._version  # type: ignore[attr-defined]
+        y.low_rank_rows = self, self.take(), y._version  # type: ignore[attr-defined]
 
     def mark_gradient(self, dy: Tensor, db: Tensor) -> None:
-        dy.low_rank_product = self, dy._version, db  # type: ignore[attr-defined]
+        dy.low_rank_gradient = self, db, dy._version  # type: ignore[attr-defined]
 
-    def product_with(self, dy: Tensor) -> Tensor | None:
+    def gradient_beside(self, dy: Tensor) -> Tensor | None:
         """Return dy.T @ t, where it came with dy. A sum of several gradients is another tensor."""
-        rows, version, db = getattr(dy, "low_rank_product", (None, None, None))
+        rows, db, version = getattr(dy, "low_rank_gradient", (None, None, None))
         return db if rows is self and version == dy._version else None
 
 
-def low_rank_rows(x: Tensor) -> LowRankRows | None:
-    """Return what marks the output of a product with adapters. A view or a changed x has nothing."""
+def marked_rows(x: Tensor) -> LowRankRows | None:
+    """Return what marks the output of a product with adapters, with its t. A view or a changed x has nothing."""
     if torch.compiler.is_compiling():
         return None
-    rows, version = getattr(x, "low_rank_rows", (None, None))
-    return rows if rows is not None and version == x._version else None
+    rows, t, version = getattr(x, "low_rank_rows", (None, None, None))
+    if rows is None or t is None or version != x._version:
+        return None
+    rows.t = t
+    return rows  # type: ignore[no-any-return]
 
 
 def are_masked(adapters: Sequence[LoRA]) -> bool:
@@ -102,6 +111,8 @@ def check_adapter(name: str, lora: object, x: Tensor, weight: Tensor, like: str 
         lead = (ends.shape[0],)
     N, K = weight.shape
     if rows is not None:
+        if type(rows) is not tuple or len(rows) != 2 or type(rows[0]) is not int or type(rows[1]) is not int:
+            raise TypeError(f"{name}.rows must be None or a tuple of two ints, but is {rows!r}")
         first, last = rows
         if not 0 <= first < last <= N:
             raise ValueError(f"{name}.rows must be two of the weight's {N} rows, the first below the last, but is {rows}")
@@ -112,7 +123,8 @@ def check_adapter(name: str, lora: object, x: Tensor, weight: Tensor, like: str 
         if value.shape != shape:
             raise ValueError(f"{named} must have shape ({', '.join(map(str, shape))}), but has {tuple(value.shape)}")
         if value.dtype not in (x.dtype, torch.float32) and not under_autocast(x):
-            raise TypeError(f"{named} must have {like}'s type {x.dtype} or fp32, but is {value.dtype}")
+            other = "" if x.dtype is torch.float32 else " or fp32"
+            raise TypeError(f"{named} must have {like}'s type {x.dtype}{other}, but is {value.dtype}")
         check_device(named, value, x, like)
     if rank == 0:
         raise ValueError(f"{of_tensors}a must have at least one row, but has shape {tuple(a.shape)}")

@@ -195,7 +195,7 @@ class LoRAPass:
             da = self.products.gradient_of_a(u, own, self._first_row(own, divided))
             da = start_all_reduce(da, layout.group).wait() if divided and layout is not None else da
         if self.asks_b and self.low_rank_rows is not None:
-            db = self.low_rank_rows.product_with(dy)
+            db = self.low_rank_rows.gradient_beside(dy)
         if self.asks_b and db is None:
             t = self.t if layout is None or not layout.by_row else start_sum(self.t.clone(), layout).wait()
             own, divided = rows_of(dy), layout is not None and layout.gathers_dy
@@ -212,6 +212,8 @@ class LoRAPass:
         if self.plan.is_one and (da is None or dtypes[0] is wide) and (db is None or dtypes[1] is wide):
             return da, db
         sums: list[Tensor | None] = [None] * len(dtypes)
+        if da is None and db is None:
+            return sums
         asked = slice(None) if da is not None and db is not None else slice(0 if db is None else 1, None, 2)
         sums[asked] = unpack_adapters(da, db, dtypes[asked], self.plan.shapes)
         return sums

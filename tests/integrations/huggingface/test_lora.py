@@ -382,9 +382,9 @@ def test_in_eight_bits(calls):
 def test_gradients_that_come_of_the_activations_backward(monkeypatch):
     """Those of down's a, and of gate's and up's b: nobody reads the activation, or its gradient, for them."""
     sums, asked = [], []
-    backward, product_with = activation_rows.lora_backward, LowRankRows.product_with
+    backward, gradient_beside = activation_rows.lora_backward, LowRankRows.gradient_beside
     monkeypatch.setattr(activation_rows, "lora_backward", lambda *args: sums.append(1) or backward(*args))
-    monkeypatch.setattr(LowRankRows, "product_with", lambda *args: asked.append(product_with(*args)) or asked[-1])
+    monkeypatch.setattr(LowRankRows, "gradient_beside", lambda *args: asked.append(gradient_beside(*args)) or asked[-1])
     model = with_lora(made().to(torch.bfloat16))
     huggingface.apply(model)
     with onepass.use_backend("triton"):

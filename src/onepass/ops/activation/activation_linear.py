@@ -35,7 +35,7 @@ from onepass.ops.activation.formula import ActivationOptions, activation_formula
 from onepass.ops.activation.sharding import shard_activation_linear
 from onepass.product.fp8.gradient import gradient_consumer
 from onepass.product.function import is_plain, multiply_rows, run_linear
-from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters, low_rank_rows
+from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters, marked_rows
 from onepass.product.precision import describe_formula, describe_products, product_for
 from onepass.product.product import Product
 from onepass.runtime import saved
@@ -168,7 +168,7 @@ def activation_linear(
         return _traced(x, with_fp32_grad(activation_bias), token_weight, weight, bias, options, save, product, adapters)
     stored = saved.saved_format(x, save, act.parts)
     consumer = gradient_consumer(x) if product.takes_unrounded else None
-    low_rank = low_rank_rows(x) if adapters and use_triton else None
+    low_rank = marked_rows(x) if adapters and use_triton and stored.save == "input" else None
     prologue = ActivationRows(options, use_triton, stored, product_type(x), consumer, low_rank)
     inputs = x, contiguous_param(activation_bias), None if token_weight is None else token_weight.contiguous()
     return run_linear(prologue, product, inputs, weight, bias, adapters)  # type: ignore[no-any-return]

@@ -35,7 +35,10 @@ from onepass.runtime.op import Registered
 
 
 class ActivationRows(NamedTuple):
-    """The activation. Inputs: x, activation_bias, token_weight. Kept: the last two, and x as it is stored."""
+    """The activation. Inputs: x, activation_bias, token_weight. Kept: the last two, and x as it is stored.
+
+    Before them comes t where x was made by a product with adapters, `low_rank_rows`.
+    """
 
     options: ActivationOptions
     use_triton: bool
@@ -66,7 +69,8 @@ class ActivationRows(NamedTuple):
         x, bias, token_weight = inputs
         assert x is not None
         asked = needs is not None and any(needs[:4])  # by more than the layer's bias
-        return (bias, token_weight, *(saved.pack(x, self.stored) if asked else ()))
+        t = () if self.low_rank_rows is None else (self.low_rank_rows.take(),)
+        return (*t, bias, token_weight, *(saved.pack(x, self.stored) if asked else ()))
 
     def codes(self, inputs: Inputs, target: FP8Target, needs: Needs) -> tuple[Codes, Kept]:
         x, bias, token_weight = inputs
@@ -94,7 +98,7 @@ class ActivationRows(NamedTuple):
 
     def _unpacked(self, kept: Kept) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the inputs, x as it was stored."""
-        bias, token_weight, *packed = kept
+        bias, token_weight, *packed = self._without_t(kept)
         return saved.unpack(tuple(packed), self.stored), bias, token_weight  # type: ignore[arg-type]  # those are there
 
     def transposed_codes(self, kept: Kept, target: FP8Target) -> Tensor:
@@ -111,19 +115,22 @@ class ActivationRows(NamedTuple):
             return self._backward_in_codes(kept, vectors, drows, needs, target, self.gradient_consumer)
         if drows is None and not rebuild:
             return PrologueGradients((None, None, None))
-        bias, token_weight, *packed = kept
+        bias, token_weight, *packed = self._without_t(kept)
         if u is not None and drows is not None and needs == (True, False, False) and self._multiplies(packed, u):
             x = saved.unpack(tuple(packed), self.stored)  # type: ignore[arg-type]  # they are there
-            before = self.low_rank_rows
-            t = None if before is None or before.t is None or before.t.shape[1] > WIDEST_RANK else before.t
+            t = None if self.low_rank_rows is None else kept[0]
+            t = None if t is None or t.shape[1] > WIDEST_RANK else t
             dx, da, db = lora_backward(drows, x, bias, token_weight, u, t, self.options)
-            if before is not None and db is not None:
-                before.mark_gradient(dx, db)
+            if self.low_rank_rows is not None and db is not None:
+                self.low_rank_rows.mark_gradient(dx, db)
             return PrologueGradients((dx, None, None), da=da)
         backward: Any = backward_by_kernels if self.use_triton else backward_by_formula
         product = self.dtype if rebuild else None
         found = backward(vectors, drows, tuple(packed), bias, token_weight, self.options, self.stored, needs, product)
         return PrologueGradients(found[1:4], found[0], found[4])
+
+    def _without_t(self, kept: Kept) -> Kept:
+        return kept if self.low_rank_rows is None else kept[1:]
 
     def _multiplies(self, packed: Sequence[Tensor | None], u: Tensor) -> bool:
         """Whether the kernel takes u."""
