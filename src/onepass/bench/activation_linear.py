@@ -50,17 +50,12 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
 
 
 def _baseline(case: BenchCase) -> Call:
-    def call(x: Tensor, weight: Tensor) -> Result:
-        return fp8.baseline_linear(case, bias_activation_reference(x.float(), activation=case.kind), weight)
-
-    return call
+    act = partial(bias_activation_reference, activation=case.kind)
+    return lambda x, weight: fp8.baseline_linear(case, act(x.float()), weight)
 
 
 def _separate(case: BenchCase) -> Call:
-    def call(x: Tensor, weight: Tensor) -> Result:
-        return F.linear(bias_activation(x, None, case.variant), weight)
-
-    return call
+    return lambda x, weight: F.linear(bias_activation(x, None, case.variant), weight)
 
 
 def _eager(case: BenchCase, run: Run) -> Call:
@@ -77,12 +72,7 @@ def _eager(case: BenchCase, run: Run) -> Call:
 
 def _quack(case: BenchCase) -> Call:
     function = partial(imported("quack.linear", "act_linear_func"), activation="gelu_tanh_approx", tuned=False)
-
-    def call(x: Tensor, weight: Tensor) -> Result:
-        y: Tensor = function(x, weight, F.gelu(x.detach(), approximate="tanh"))
-        return y
-
-    return call
+    return lambda x, weight: function(x, weight, F.gelu(x.detach(), approximate="tanh"))
 
 
 def _layers(case: BenchCase) -> nn.Module:

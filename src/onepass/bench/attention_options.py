@@ -42,29 +42,16 @@ def heads_of(case: BenchCase) -> tuple[int, int]:
 # ---- the formula: a document and a block of queries at a time, as all scores of 16,384 tokens don't fit ----
 
 
-class _RoundBack(torch.autograd.Function):
-    """Leaves x, and rounds its gradient, an operand of products."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx.to(ctx.dtype).to(dx.dtype), None
+def _rounded_back(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x, and round its gradient, an operand of products."""
+    if x.requires_grad:
+        x.register_hook(lambda dx: dx.to(dtype).to(dx.dtype))
+    return x
 
 
-class _RoundForth(torch.autograd.Function):
-    """Rounds x, an operand of products, and leaves its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx, None
+def _rounded_forth(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x rounded, an operand of products, and leave its gradient. The difference of neighbours is exact."""
+    return x + (x.to(dtype).to(x.dtype) - x).detach()
 
 
 def formula(case: BenchCase, rounded: bool) -> Call:
@@ -79,12 +66,12 @@ def formula(case: BenchCase, rounded: bool) -> Call:
         q, k, v = (x.transpose(0, 1).to(wide) for x in (q, k, v))
         k, v = (x.repeat_interleave(heads // groups, 0) for x in (k, v))
         scores = q @ k.mT
-        scores = (_RoundBack.apply(scores, case.dtype) if rounded else scores) * case.shape[4] ** -0.5  # type: ignore[no-untyped-call]
+        scores = (_rounded_back(scores, case.dtype) if rounded else scores) * case.shape[4] ** -0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         i, j = torch.arange(q.shape[1], device=q.device)[:, None] + ahead, torch.arange(k.shape[1], device=q.device)[None, :]
         p = scores.masked_fill((j > i) | (i - j >= window), float("-inf")).softmax(-1)
-        p = _RoundForth.apply(p, case.dtype) if rounded else p  # type: ignore[no-untyped-call]
+        p = _rounded_forth(p, case.dtype) if rounded else p
         y: Tensor = (p @ v).transpose(0, 1)
         return y
 

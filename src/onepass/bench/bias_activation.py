@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
-from onepass.bench.peers import imported, liger_rows, on_copies
+from onepass.bench.model import BenchCase, Call, Contender, Inputs
+from onepass.bench.peers import imported, liger_rows, on_copies, once
 from onepass.ops.activation.activations import find_activation
 
 _GATED = ("swiglu", "geglu", "quick_geglu")
@@ -66,17 +66,13 @@ def _activation(case: BenchCase) -> str:
 def _eager(case: BenchCase, run: Run) -> Call:
     act = find_activation(_activation(case)).formula
 
-    def plain(x: Tensor, bias: Tensor) -> Tensor:
-        return act(x + bias)
-
     def gated(x: Tensor, bias: Tensor) -> Tensor:
         gate, linear = (x + bias).chunk(2, -1)
         return act(gate) * linear
 
-    def two(x: Tensor, linear: Tensor) -> Tensor:
-        return act(x) * linear
-
-    return run(two if case.variant in _PAIRS else gated if case.variant in _GATED else plain)
+    if case.variant in _PAIRS:
+        return run(lambda x, linear: act(x) * linear)
+    return run(gated if case.variant in _GATED else lambda x, bias: act(x + bias))
 
 
 # ---- the peers' own functions ----
@@ -85,22 +81,12 @@ def _eager(case: BenchCase, run: Run) -> Call:
 def _by_liger(case: BenchCase, function: Call) -> Call:
     if case.variant in _PAIRS:
         return on_copies(function, 2)  # it writes gradients over its arguments
-
-    def call(x: Tensor, bias: Tensor) -> Result:
-        gate, linear = (x + bias).chunk(2, -1)
-        return function(gate, linear)
-
-    return call
+    return lambda x, bias: function(*(x + bias).chunk(2, -1))
 
 
 def _liger_one_tensor(case: BenchCase) -> Call:
     function = imported("liger_kernel.ops.swiglu", "LigerFusedGateUpSiLUMulFunction").apply
-
-    def call(x: Tensor, bias: Tensor) -> Tensor:
-        y: Tensor = function(x + bias)
-        return y
-
-    return call
+    return lambda x, bias: function(x + bias)
 
 
 def _megatron(case: BenchCase) -> Call:
@@ -113,14 +99,8 @@ def _megatron(case: BenchCase) -> Call:
     function: Call = imported(f"megatron.core.fusions.{module}", name)
     if case.variant != "quick_geglu":
         return function
-    ones: list[Tensor] = []  # made once and not timed: in a model the router provides them
-
-    def with_ones(x: Tensor, bias: Tensor) -> Result:
-        if not ones:
-            ones.append(torch.ones(x.shape[0], 1, device=x.device))  # fp32, as a router's weights are
-        return function(x, bias, ones[0])
-
-    return with_ones
+    ones = once(lambda x: torch.ones(x.shape[0], 1, device=x.device))  # fp32, as the weights that a model's router provides
+    return lambda x, bias: function(x, bias, ones(x))
 
 
 _LIGER = {"swiglu": "LigerSiLUMulFunction", "geglu": "LigerGELUMulFunction"}

@@ -89,18 +89,12 @@ def _mask_of(function: Call, x: Tensor, residual: Tensor, bias: Tensor | None) -
 
 
 def _ours(case: BenchCase) -> Call:
-    def ours(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
-        return dropout_add(x, residual, P, bias=bias)
-
-    return _watched(ours, scale_of(threshold_of("p", P)))  # 0.1 is rounded to a multiple of 2**-16
-
-
-def _plain(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
-    return residual + F.dropout(x if bias is None else x + bias, P)
+    scale = scale_of(threshold_of("p", P))  # 0.1 is rounded to a multiple of 2**-16
+    return _watched(lambda x, residual, bias: dropout_add(x, residual, P, bias=bias), scale)
 
 
 def _eager(case: BenchCase, run: Run) -> Call:
-    return _watched(run(_plain))
+    return _watched(run(lambda x, residual, bias: residual + F.dropout(x if bias is None else x + bias, P)))
 
 
 # ---- the peers' own functions ----
@@ -108,12 +102,7 @@ def _eager(case: BenchCase, run: Run) -> Call:
 
 def _megatron(case: BenchCase) -> Call:
     function = imported("megatron.core.fusions.fused_bias_dropout", "bias_dropout_add_fused_train")
-
-    def megatron(x: Tensor, residual: Tensor, bias: Tensor | None) -> Result:
-        y: Tensor = function((x, bias), residual, P)
-        return y
-
-    return _watched(megatron)
+    return _watched(lambda x, residual, bias: function((x, bias), residual, P))
 
 
 def _peers(case: BenchCase) -> list[Contender]:

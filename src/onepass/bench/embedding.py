@@ -13,14 +13,13 @@ Peers     eager: F.embedding, whose gradient PyTorch sorts and returns; with mai
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
-from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
+from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, give_main_grad, of_each
+from onepass.bench.model import BenchCase, Call, Contender, Inputs
 
 _VARIANTS = ("words", "uniform", "alike", "returned")  # returned: words, without main_grad
 _GPU = [(16384, 2048, 128256), (16384, 2048, 32000), (8192, 4096, 151936), (65536, 64, 1000000)]
@@ -59,46 +58,20 @@ def ids_of(variant: str, tokens: int, rows: int, device: torch.device, generator
 
 def _inputs(case: BenchCase, random: Random) -> Inputs:
     tokens, features, rows = case.shape
-    weight: Any = random.input(rows, features)
+    weight = random.input(rows, features)
     trained = case.variant != "returned"
     if trained:
-        weight.main_grad = torch.zeros(rows, features, device=random.device)
+        give_main_grad(weight)
     tensors = {"ids": ids_of(case.variant, tokens, rows, random.device, random.generator), "weight": weight}
     return Inputs(tensors, frozenset({"ids"}), {"y": random(tokens, features)}, trained)
 
 
-class _MainGrad(torch.autograd.Function):
-    """Pass a weight on, and add its gradient to main_grad, as a training loop does after PyTorch has made it."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        ctx.weight.main_grad.add_(grad)
-
-
-def _gathering(case: BenchCase, function: Any) -> Call:
-    def call(ids: Tensor, weight: Tensor) -> Result:
-        table: Tensor = _MainGrad.apply(weight) if hasattr(weight, "main_grad") else weight  # type: ignore[no-untyped-call]
-        y: Tensor = function(ids, table)
-        return y
-
-    return call
-
-
-def _indexed(ids: Tensor, weight: Tensor) -> Tensor:
-    return weight[ids]
-
-
 def _eager(case: BenchCase, run: Run) -> Call:
-    return _gathering(case, run(F.embedding))
+    return run(F.embedding)
 
 
 def _peers(case: BenchCase) -> list[Contender]:
-    return [*by_pytorch(_eager), Contender("Megatron", lambda case: _gathering(case, _indexed))]
+    return [*by_pytorch(_eager), Contender("Megatron", lambda case: lambda ids, weight: weight[ids])]
 
 
 _NONE = "has no embedding of its own"

@@ -20,7 +20,7 @@ from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported
 
-_EPS, _GROUP = 1e-6, 1024
+EPS, _GROUP = 1e-6, 1024
 _SHAPES = Shapes(
     gpu={
         "heads": [(524288, 128), (524288, 64), (262144, 256), (4096, 128)],
@@ -47,29 +47,31 @@ def _options(case: BenchCase) -> dict[str, Any]:
     return options | ({"group_size": _GROUP} if case.variant == "groups" else {})
 
 
+def norm_then_gate(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """Gate a norm, as transformers writes it."""
+    n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
+    return (weight * n.to(x.dtype) * F.silu(z.float())).to(x.dtype)
+
+
 def _eager(case: BenchCase, run: Run) -> Call:
     group = _options(case).get("group_size", case.shape[-1])
 
-    def heads(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + _EPS)
-        return (weight * n.to(x.dtype) * F.silu(z.float())).to(x.dtype)
-
     def gate_first(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         h = (x.float() * F.silu(z.float())).unflatten(-1, (-1, group))
-        n: Tensor = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + _EPS)
+        n: Tensor = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
         return weight * n.flatten(-2).to(x.dtype)
 
-    return run(heads if case.variant == "heads" else gate_first)
+    return run(norm_then_gate if case.variant == "heads" else gate_first)
 
 
 def _fla(case: BenchCase) -> Call:
     function: Callable[..., Tensor] = imported("fla.modules.fused_norm_gate", "rms_norm_gated")
-    return lambda x, z, weight: function(x, z, weight, None, eps=_EPS)
+    return lambda x, z, weight: function(x, z, weight, None, eps=EPS)
 
 
 def _mamba(case: BenchCase) -> Call:
     function: Callable[..., Tensor] = imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
-    return lambda x, z, weight: function(x, weight, None, z=z, eps=_EPS, **_options(case))
+    return lambda x, z, weight: function(x, weight, None, z=z, eps=EPS, **_options(case))
 
 
 def _peers(case: BenchCase) -> list[Contender]:

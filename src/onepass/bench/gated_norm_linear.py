@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench import fp8
 from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch
+from onepass.bench.gated_norm import EPS, norm_then_gate
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported
 from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference
 
-_EPS, _HEAD = 1e-6, 128
+_HEAD = 128
 _SHAPES = Shapes(  # tokens, features of all heads, output features
     gpu={"heads": [(16384, 4096, 2048), (16384, 8192, 4096)]},
     gpu_quick={"heads": [(2048, 4096, 2048)]},
@@ -55,23 +55,19 @@ def _after(norm: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Call:
 def _baseline(case: BenchCase) -> Call:
     def call(x: Tensor, z: Tensor, norm_weight: Tensor, weight: Tensor) -> Result:
         heads, gates = (t.float().unflatten(-1, (-1, _HEAD)) for t in (x, z))
-        rows = gated_rms_norm_reference(heads, gates, norm_weight.float(), eps=_EPS).flatten(-2)
+        rows = gated_rms_norm_reference(heads, gates, norm_weight.float(), eps=EPS).flatten(-2)
         return fp8.baseline_linear(case, rows, weight)
 
     return call
 
 
 def _eager(case: BenchCase, run: Run) -> Call:
-    def norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + _EPS)
-        return (weight * n.to(x.dtype) * F.silu(z.float())).to(x.dtype)
-
-    return run(_after(norm))
+    return run(_after(norm_then_gate))
 
 
 def _fla(case: BenchCase) -> Call:
     function: Callable[..., Tensor] = imported("fla.modules.fused_norm_gate", "rms_norm_gated")
-    return _after(lambda x, z, weight: function(x, z, weight, None, eps=_EPS))
+    return _after(lambda x, z, weight: function(x, z, weight, None, eps=EPS))
 
 
 def _peers(case: BenchCase) -> list[Contender]:
@@ -82,6 +78,6 @@ def _peers(case: BenchCase) -> list[Contender]:
 _APART = "has no gated norm with the product that follows"
 BENCH = OpBench(
     "gated_norm_linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
-    options=lambda case: {"eps": _EPS, "group_size": _HEAD}, weights=(3,), baseline=_baseline, reference="separate",
+    options=lambda case: {"eps": EPS, "group_size": _HEAD}, weights=(3,), baseline=_baseline, reference="separate",
     without={"Megatron-core": _APART, "mamba-ssm": _APART},
 )  # fmt: skip

@@ -188,15 +188,12 @@ def _trl(case: BenchCase) -> Call:
 # ---- peers ----
 
 
-def _liger(case: BenchCase) -> Call:
-    function = imported("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-    return in_a_row(lambda hidden, weight, labels: function.apply(hidden, weight, labels)[0])
+_FP32_SUMS = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)  # all defaults but the last
 
 
-def _liger_fp32(case: BenchCase) -> Call:
+def _liger(case: BenchCase, options: tuple[Any, ...] = ()) -> Call:
     function = imported("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-    more = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)
-    return in_a_row(lambda hidden, weight, labels: function.apply(hidden, weight, labels, *more)[0])
+    return in_a_row(lambda *tensors: function.apply(*tensors, *options)[0])
 
 
 def _liger_hopper(case: BenchCase) -> Call:
@@ -238,7 +235,7 @@ def _peers(case: BenchCase) -> list[Contender]:
         *eager,
         Contender("F.linear_cross_entropy", _torch, lacks=since_torch("2.13", F, "linear_cross_entropy")),
         Contender("Liger", _liger, package="Liger"),
-        Contender("Liger, fp32 sums", _liger_fp32, package="Liger"),
+        Contender("Liger, fp32 sums", partial(_liger, options=_FP32_SUMS), package="Liger"),
         hopper,
         Contender("CCE", _cce, package="CCE"),
         Contender("QuACK", _quack, package="QuACK"),

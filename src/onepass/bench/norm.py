@@ -111,22 +111,16 @@ def _eager(case: BenchCase, run: Run) -> Call:
 
 def _by_liger(case: BenchCase, function: Callable[..., Any]) -> Call:
     eps = _EPS[_kind(case)]
-
-    def adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
-        y, h = function(x, residual, weight, eps)
-        return y, h
-
-    return adding if _adds(case) else lambda *tensors: function(*tensors, eps)
+    if _adds(case):
+        return lambda x, weight, residual: function(x, residual, weight, eps)
+    return lambda *tensors: function(*tensors, eps)
 
 
 def _quack(case: BenchCase) -> Call:
     function = partial(imported("quack", "rmsnorm"), eps=_EPS["rms"])
-
-    def adding(x: Tensor, weight: Tensor, residual: Tensor) -> Result:
-        y, h = function(x, weight, residual=residual, prenorm=True)
-        return y, h
-
-    return adding if _adds(case) else function
+    if _adds(case):
+        return lambda x, weight, residual: function(x, weight, residual=residual, prenorm=True)
+    return function
 
 
 class _QuackLayerNorm(torch.autograd.Function):
@@ -152,13 +146,10 @@ def _quack_layer(case: BenchCase) -> Call:
 
 def _cudnn(case: BenchCase) -> Call:
     kind = _kind(case)
-    function, converted = imported("cudnn.ops.norm", f"{kind}_norm"), in_fp32()
-
-    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Result:
-        y: Tensor = function(x, case.shape[-1:], *converted(weight, bias), eps=_EPS["layer"])
-        return y
-
-    return layer if kind == "layer" else partial(function, eps=_EPS["rms"])
+    function, converted = partial(imported("cudnn.ops.norm", f"{kind}_norm"), eps=_EPS[kind]), in_fp32()
+    if kind == "rms":
+        return function
+    return lambda x, weight, bias: function(x, case.shape[-1:], *converted(weight, bias))
 
 
 def _apex(case: BenchCase) -> Call:

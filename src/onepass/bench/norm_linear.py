@@ -65,10 +65,7 @@ def _baseline(case: BenchCase) -> Call:
 
 
 def _after_norm(norm: Callable[..., Any]) -> Call:
-    def call(x: Tensor, norm_weight: Tensor, weight: Tensor, *norm_bias: Tensor) -> Result:
-        return F.linear(norm(x, norm_weight, *norm_bias, eps=_EPS), weight)
-
-    return call
+    return lambda x, norm_weight, weight, *bias: F.linear(norm(x, norm_weight, *bias, eps=_EPS), weight)
 
 
 def _separate(case: BenchCase) -> Call:

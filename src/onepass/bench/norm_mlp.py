@@ -11,6 +11,10 @@ Peers     torchao: RMSNorm, nn.Linear, swiglu and nn.Linear, converted and compi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import Tensor, nn
 
 from onepass.bench import fp8
@@ -47,13 +51,18 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, hidden)}, row_elements=2 * inner)
 
 
-def _formula(case: BenchCase) -> Call:
-    def call(x: Tensor, norm_weight: Tensor, up: Tensor, down: Tensor) -> Result:
-        z = norm_linear_reference(x, norm_weight, up, norm="rms_norm", eps=_EPS)
-        assert isinstance(z, Tensor)
-        return activation_linear_reference(z, down, activation=case.kind)
+def _one_after_the_other(case: BenchCase, first: Callable[..., Any], second: Callable[..., Any], **options: Any) -> Call:
+    first = partial(first, norm="rms_norm", eps=_EPS, **options)
+    second = partial(second, activation=case.kind, **options)
+    return lambda x, norm_weight, up, down: second(first(x, norm_weight, up), down)
 
-    return call
+
+def _formula(case: BenchCase) -> Call:
+    return _one_after_the_other(case, norm_linear_reference, activation_linear_reference)
+
+
+def _ours(case: BenchCase, precision: Precision) -> Call:
+    return _one_after_the_other(case, norm_linear, activation_linear, precision=precision)
 
 
 def _baseline(case: BenchCase) -> Call:
@@ -62,15 +71,6 @@ def _baseline(case: BenchCase) -> Call:
         assert isinstance(y, Tensor)
         activated = bias_activation_reference(fp8.rounded_linear(y, up), activation=case.kind)
         return fp8.rounded_linear(activated, down).to(x.dtype)
-
-    return call
-
-
-def _ours(case: BenchCase, precision: Precision) -> Call:
-    def call(x: Tensor, norm_weight: Tensor, up: Tensor, down: Tensor) -> Result:
-        z = norm_linear(x, norm_weight, up, norm="rms_norm", eps=_EPS, precision=precision)
-        assert isinstance(z, Tensor)
-        return activation_linear(z, down, activation=case.kind, precision=precision)
 
     return call
 

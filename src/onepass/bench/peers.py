@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ class PeerPackage:
 
 
 T = TypeVar("T")
-_LIGER_STRICT = "LIGER_KERNEL_STRICT"
 PACKAGES = {
     "Liger": PeerPackage("liger_kernel", "liger-kernel"),
     "CCE": PeerPackage("cut_cross_entropy", "cut-cross-entropy"),
@@ -86,14 +86,8 @@ def liger_cute(op: str) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         if checked:
             return function(*args, **options)
-        had = os.environ.get(_LIGER_STRICT)  # not for longer: Liger's other functions may use Triton for a part
-        os.environ[_LIGER_STRICT] = "1"
-        try:
+        with mock.patch.dict(os.environ, LIGER_KERNEL_STRICT="1"):  # not for longer: Liger's others may use Triton for a part
             result = function(*args, **options)
-        finally:
-            del os.environ[_LIGER_STRICT]
-            if had is not None:
-                os.environ[_LIGER_STRICT] = had
         checked.append(True)
         return result
 

@@ -85,10 +85,7 @@ def _one_after_the_other(case: BenchCase) -> Call:
 
 
 def _after_norms(rotated: Callable[..., Any], norm: Callable[..., Tensor]) -> Call:
-    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
-        return rotated(norm(q, q_weight), norm(k, k_weight), cos, sin)
-
-    return call
+    return lambda q, k, cos, sin, q_weight, k_weight: rotated(norm(q, q_weight), norm(k, k_weight), cos, sin)
 
 
 def _written_norm(case: BenchCase) -> Callable[..., Tensor]:
@@ -167,14 +164,11 @@ def _liger_cute(case: BenchCase) -> Call:
 
 def _by_liger(case: BenchCase, package: str, norm: Callable[[Tensor, Tensor, float, str], Tensor]) -> Call:
     function = imported(f"liger_kernel.{package}.rope", "LigerRopeFunction").apply
-
-    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return function(q, k, cos[None], sin[None])
-
+    rotated = _as_models_do(case, lambda q, k, cos, sin: function(q, k, cos[None], sin[None]))
     if case.variant in _NORMS:  # it writes over the norms' results
         how = (1.0, "gemma") if _is_centered(case) else (0.0, "llama")
-        return _after_norms(_as_models_do(case, rotated), lambda x, weight: norm(x, weight, *how))
-    return on_copies(_as_models_do(case, rotated), 2)
+        return _after_norms(rotated, lambda x, weight: norm(x, weight, *how))
+    return on_copies(rotated, 2)
 
 
 # ---- a peer that takes onepass's tables ----
