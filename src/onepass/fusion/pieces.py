@@ -153,8 +153,8 @@ def _terms(node: Node) -> tuple[list[Node], list[Node]]:
     return terms, sums
 
 
-def _padded(node: Node) -> tuple[Node, int, int, int, bool] | None:
-    """Return (gradient, dim, start, length, whether the gradient lacks `dim`) of a padded gradient, or None."""
+def _padded(node: Node) -> Piece | None:
+    """Return a padded gradient as the piece of the whole that it is, with the gradient as its base, or None."""
     if node.target is aten.slice_backward.default:
         gradient, sizes, dim, start, end, step = arguments(node)
         dim %= len(sizes)
@@ -162,30 +162,28 @@ def _padded(node: Node) -> tuple[Node, int, int, int, bool] | None:
         if step != 1 or not all(isinstance(n, int) for n in (size, start, end)):
             return None
         first, last, _ = slice(start, end).indices(size)
-        return gradient, dim, first, last - first, False
+        return Piece(gradient, dim, first, last - first, squeezed=False)
     if node.target is aten.select_backward.default:
         gradient, sizes, dim, index = arguments(node)
         dim %= len(sizes)
         if not isinstance(index, int) or not isinstance(sizes[dim], int):
             return None
-        return gradient, dim, index % sizes[dim], 1, True
+        return Piece(gradient, dim, index % sizes[dim], 1, squeezed=True)
     return None
 
 
 def _wholes(terms: Sequence[Node]) -> list[list[Node]]:
     """Return lists of terms that fit into one tensor, in order: at least two, along one dimension, without overlap."""
-    by_dim: dict[int, list[tuple[int, int, Node]]] = {}
+    by_dim: dict[int, list[tuple[Piece, Node]]] = {}
     for term in terms:
         padded = _padded(term)
         if padded is not None and len(term.users) == 1:
-            _, dim, start, length, _ = padded
-            by_dim.setdefault(dim, []).append((start, length, term))
+            by_dim.setdefault(padded.dim, []).append((padded, term))
     found = []
     for placed in by_dim.values():
-        placed.sort(key=lambda entry: entry[:2])
-        apart = all(a[0] + a[1] <= b[0] for a, b in pairwise(placed))
-        if len(placed) > 1 and apart:
-            found.append([term for _, _, term in placed])
+        placed.sort(key=lambda each: (each[0].start, each[0].length))
+        if len(placed) > 1 and all(a.start + a.length <= b.start for (a, _), (b, _) in pairwise(placed)):
+            found.append([term for _, term in placed])
     return found
 
 
@@ -195,13 +193,13 @@ def _cat(emit: Emitter, terms: Sequence[Node]) -> Node:
     whole = value(terms[0])
     dim = 0
     for term in terms:
-        padded = _padded(term)
-        assert padded is not None
-        gradient, dim, start, length, lacks = padded
-        if start > end:
-            parts.append(_zeros(emit, terms[0], dim, start - end))
-        parts.append(emit(aten.unsqueeze.default, gradient, dim) if lacks else gradient)
-        end = start + length
+        piece = _padded(term)
+        assert piece is not None
+        dim = piece.dim
+        if piece.start > end:
+            parts.append(_zeros(emit, terms[0], dim, piece.start - end))
+        parts.append(emit(aten.unsqueeze.default, piece.base, dim) if piece.squeezed else piece.base)
+        end = piece.start + piece.length
     if end < whole.shape[dim]:
         parts.append(_zeros(emit, terms[0], dim, whole.shape[dim] - end))
     return emit(aten.cat.default, parts, dim)

@@ -38,6 +38,17 @@ class LaneCall:
                 if isinstance(item, Shared | Stacked | Packed | Flat):
                     yield item
 
+    def emitted(self, change: Callable[[Any], Any]) -> Node:
+        """Insert the operator with changed operands."""
+        kwargs = {name: _mapped(arg, change) for name, arg in self.kwargs.items()}
+        return self.emit(self.target, *_mapped(self.args, change), **kwargs)
+
+
+def _mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(argument, list | tuple):
+        return type(argument)(_mapped(item, change) for item in argument)
+    return change(argument)
+
 
 Rule = Callable[[LaneCall], list[Result]]
 RULES: dict[object, Rule] = {}
@@ -54,12 +65,6 @@ def rule(*targets: object) -> Callable[[Rule], Rule]:
 # ---- helpers of several rules ----
 
 
-def mapped(argument: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(argument, list | tuple):
-        return type(argument)(mapped(item, change) for item in argument)
-    return change(argument)
-
-
 def keepdim(call: LaneCall) -> bool:
     """Return the call's keepdim. var_mean and var take it as a keyword only, others also as the third argument."""
     if "keepdim" in call.kwargs:
@@ -73,18 +78,17 @@ def stacked(operand: Any) -> Stacked:
     return operand
 
 
-def stacked_at(call: LaneCall, operand: Operand, like: Stacked) -> Node:
-    """Return the operand with its lane dimension where `like` has it. Lanes must have the same rank in both."""
+def stacked_at(call: LaneCall, operand: Operand, dim: int) -> Node:
+    """Return the operand with its lane dimension at `dim`. What all lanes share is expanded."""
     if isinstance(operand, Shared):
-        lone = call.emit(aten.unsqueeze.default, operand.node, like.dim)
-        sizes = [-1] * like.dim + [call.lanes] + [-1] * (operand.rank - like.dim)
-        return call.emit(aten.expand.default, lone, sizes)
-    return stacked(operand).moved(call.emit, like.dim).node
+        lone = call.emit(aten.unsqueeze.default, operand.node, dim)
+        return call.emit(aten.expand.default, lone, [-1] * dim + [call.lanes] + [-1] * (operand.rank - dim))
+    return stacked(operand).moved(call.emit, dim).node
 
 
 def laid(call: LaneCall, operand: Operand, like: Stacked) -> Node:
     """Return `stacked_at`, contiguous. ATen's norm backward assumes it without a check, because autograd guarantees it."""
-    node = stacked_at(call, operand, like)
+    node = stacked_at(call, operand, like.dim)
     return node if value(node).is_contiguous() else call.emit(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 

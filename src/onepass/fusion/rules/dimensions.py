@@ -63,7 +63,7 @@ def _along_one(call: LaneCall) -> list[Result]:
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _along_one_backward(call: LaneCall) -> list[Result]:
     output = stacked(call.args[1])
-    gradient = stacked_at(call, call.args[0], output)
+    gradient = stacked_at(call, call.args[0], output.dim)
     dim = beside(call.args[2] % output.rank, output.dim)
     return [Stacked(call.emit(call.target, gradient, output.node, dim, *call.args[3:]), output.dim)]
 
@@ -72,7 +72,7 @@ def _along_one_backward(call: LaneCall) -> list[Result]:
 def _cat(call: LaneCall) -> list[Result]:
     first = next(operand for operand in call.args[0] if isinstance(operand, Stacked))
     dim = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % first.rank
-    nodes = [stacked_at(call, operand, first) for operand in call.args[0]]
+    nodes = [stacked_at(call, operand, first.dim) for operand in call.args[0]]
     return [Stacked(call.emit(aten.cat.default, nodes, beside(dim, first.dim)), first.dim)]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from onepass.fusion.graph import NoRule, aten, shape, size_key, value
 from onepass.fusion.lanes import Flat, Packed, Result, Shared, Stacked
-from onepass.fusion.rules.call import LaneCall, mapped
+from onepass.fusion.rules.call import LaneCall
 
 
 def pointwise(call: LaneCall) -> list[Result]:
@@ -33,8 +33,7 @@ def pointwise(call: LaneCall) -> list[Result]:
             node = call.emit(aten.unsqueeze.default, node, 1)
         return node
 
-    args, kwargs = mapped(call.args, aligned), {name: mapped(arg, aligned) for name, arg in call.kwargs.items()}
-    return [Stacked(call.emit(call.target, *args, **kwargs), rank - behind)]
+    return [Stacked(call.emitted(aligned), rank - behind)]
 
 
 def packed_pointwise(call: LaneCall) -> list[Result]:
@@ -48,12 +47,7 @@ def packed_pointwise(call: LaneCall) -> list[Result]:
     for operand in operands:
         if isinstance(operand, Shared) and operand.rank >= place and size_key(shape(operand.node)[-place]) != 1:
             raise NoRule("an operand that all lanes share has their width")
-
-    def plain(operand: Any) -> Any:
-        return operand.node if isinstance(operand, Shared | Packed) else operand
-
-    args, kwargs = mapped(call.args, plain), {name: mapped(arg, plain) for name, arg in call.kwargs.items()}
-    return [Packed(call.emit(call.target, *args, **kwargs), rank - place, packed[0].widths)]
+    return [Packed(call.emitted(_whole), rank - place, packed[0].widths)]
 
 
 def flat_pointwise(call: LaneCall) -> list[Result]:
@@ -66,9 +60,8 @@ def flat_pointwise(call: LaneCall) -> list[Result]:
         raise NoRule("operands of different widths lie in different ways")
     if list(value(call.node).shape) != list(flat[0].shapes[0]):
         raise NoRule("an operand of different widths is broadcast")
+    return [Flat(call.emitted(_whole), flat[0].shapes)]
 
-    def plain(operand: Any) -> Any:
-        return operand.node if isinstance(operand, Shared | Flat) else operand
 
-    args, kwargs = mapped(call.args, plain), {name: mapped(arg, plain) for name, arg in call.kwargs.items()}
-    return [Flat(call.emit(call.target, *args, **kwargs), flat[0].shapes)]
+def _whole(operand: Any) -> Any:
+    return operand.node if isinstance(operand, Shared | Packed | Flat) else operand

@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from onepass.fusion.graph import NoRule, aten, shape
 from onepass.fusion.lanes import Operand, Result, Shared, Stacked
-from onepass.fusion.rules.call import LaneCall, rule, stacked
+from onepass.fusion.rules.call import LaneCall, rule, stacked_at
 
 
 @rule(aten.mm.default)
@@ -21,15 +21,15 @@ def _addmm(call: LaneCall) -> list[Result]:
     bias, a, b = call.args
     if bias.rank != 1:
         raise NoRule("addmm that adds a matrix")
-    row = bias.node if isinstance(bias, Shared) else call.emit(aten.unsqueeze.default, stacked(bias).moved(call.emit, 0).node, 1)
+    row = bias.node if isinstance(bias, Shared) else call.emit(aten.unsqueeze.default, stacked_at(call, bias, 0), 1)
     if isinstance(a, Shared) or isinstance(b, Shared):
         return [Stacked(call.emit(aten.add.Tensor, _product_of(call, a, b), row), 0)]
-    return [Stacked(call.emit(aten.baddbmm.default, row, _front(call, a), _front(call, b)), 0)]
+    return [Stacked(call.emit(aten.baddbmm.default, row, stacked_at(call, a, 0), stacked_at(call, b, 0)), 0)]
 
 
 @rule(aten.bmm.default)
 def _bmm(call: LaneCall) -> list[Result]:
-    a, b = (_front(call, operand) for operand in call.args)
+    a, b = (stacked_at(call, operand, 0) for operand in call.args)
     (lanes, batch, m, k), n = shape(a), shape(b)[-1]
     product = call.emit(aten.bmm.default, call.emit.view(a, [lanes * batch, m, k]), call.emit.view(b, [lanes * batch, k, n]))
     return [Stacked(call.emit.view(product, [lanes, batch, m, n]), 0)]
@@ -38,16 +38,8 @@ def _bmm(call: LaneCall) -> list[Result]:
 def _product_of(call: LaneCall, a: Operand, b: Operand) -> Node:
     """Return the products [lanes, M, N]: one product of a taller matrix if b is shared, else a batched product."""
     if isinstance(b, Shared):
-        left = _front(call, a)
+        left = stacked_at(call, a, 0)
         lanes, m, k = shape(left)
         product = call.emit(aten.mm.default, call.emit.view(left, [lanes * m, k]), b.node)
         return call.emit.view(product, [lanes, m, shape(b.node)[1]])
-    return call.emit(aten.bmm.default, _front(call, a), _front(call, b))
-
-
-def _front(call: LaneCall, operand: Operand) -> Node:
-    """Return the operand with its lane dimension first."""
-    if isinstance(operand, Shared):
-        lone = call.emit(aten.unsqueeze.default, operand.node, 0)
-        return call.emit(aten.expand.default, lone, [call.lanes, *([-1] * operand.rank)])
-    return stacked(operand).moved(call.emit, 0).node
+    return call.emit(aten.bmm.default, stacked_at(call, a, 0), stacked_at(call, b, 0))
