@@ -6,14 +6,11 @@ from typing import Any
 
 from onepass.gpt.config import Config
 
-_ACTIVATIONS = {
-    "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_exact", "silu": "silu", "swish": "silu",
+_ACTIVATIONS = {  # of several names for ours, the last is what we write
+    "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "swish": "silu", "silu": "silu",
     "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "squared_relu",
 }  # fmt: skip
-_THEIR_ACTIVATIONS = {
-    "gelu": "gelu_pytorch_tanh", "gelu_exact": "gelu", "silu": "silu", "quick_gelu": "quick_gelu", "relu": "relu",
-    "squared_relu": "relu2",
-}  # fmt: skip
+_THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
 _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _THEIR_TYPES = {ours: theirs for theirs, ours in _TYPES.items()}
 
