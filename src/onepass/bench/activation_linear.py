@@ -54,10 +54,6 @@ def _baseline(case: BenchCase) -> Call:
     return lambda x, weight: fp8.baseline_linear(case, act(x.float()), weight)
 
 
-def _separate(case: BenchCase) -> Call:
-    return lambda x, weight: F.linear(bias_activation(x, None, case.variant), weight)
-
-
 def _eager(case: BenchCase, run: Run) -> Call:
     act = find_activation(case.variant)
 
@@ -80,15 +76,12 @@ def _layers(case: BenchCase) -> nn.Module:
     return nn.Sequential(fp8.SwiGLU(), nn.Linear(inner, outer, bias=False, dtype=case.dtype))
 
 
-def _alternating(case: BenchCase) -> str | None:
-    return "its gates and linear parts alternate" if find_activation(case.kind).gated else None
-
-
 def _peers(case: BenchCase) -> list[Contender]:
     if case.fp8:
         return fp8.torchao(_layers, ("1.weight",))
-    quack = Contender("QuACK", _quack, package="QuACK", lacks=_alternating(case))
-    return [Contender("separate", _separate), *by_pytorch(_eager), quack]
+    separate = Contender("separate", lambda case: lambda x, weight: F.linear(bias_activation(x, None, case.variant), weight))
+    lacks = "its gates and linear parts alternate" if find_activation(case.kind).gated else None
+    return [separate, *by_pytorch(_eager), Contender("QuACK", _quack, package="QuACK", lacks=lacks)]
 
 
 _APART = "has no activation with the product that follows, alone"

@@ -44,10 +44,6 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     return Inputs(tensors, frozenset(), {"loss": torch.ones(1, device=random.device)})
 
 
-def _formula(case: BenchCase) -> Call:
-    return in_a_row(partial(F.cross_entropy, label_smoothing=_SMOOTHING[case.variant]))
-
-
 def _ours(case: BenchCase) -> Call:
     loss = partial(cross_entropy, label_smoothing=_SMOOTHING[case.variant])
     return in_a_row(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
@@ -99,7 +95,8 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 BENCH = OpBench(
     "cross_entropy", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers,
-    options=lambda case: {"label_smoothing": _SMOOTHING[case.variant]}, ours=_ours, formula=_formula,
+    options=lambda case: {"label_smoothing": _SMOOTHING[case.variant]}, ours=_ours,
+    formula=lambda case: in_a_row(partial(F.cross_entropy, label_smoothing=_SMOOTHING[case.variant])),
     without={
         "Megatron-core": "its vocab-parallel loss needs a process group",
         "Apex": "its loss is an extension that is built apart",

@@ -105,10 +105,6 @@ def _megatron(case: BenchCase) -> Call:
     return _watched(lambda x, residual, bias: function((x, bias), residual, P))
 
 
-def _peers(case: BenchCase) -> list[Contender]:
-    return [*by_pytorch(_eager), Contender("Megatron-core", _megatron, package="Megatron-core", compiles=True)]
-
-
 def _backend(case: BenchCase, inputs: Inputs) -> str:
     tensors = dict(inputs.tensors)
     return explain("dropout_add", tensors["x"], tensors["residual"], P, bias=tensors.get("bias")).backend
@@ -116,6 +112,8 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 
 _NONE = "has no dropout with a residual"
 BENCH = OpBench(
-    "dropout_add", _SHAPES, (64, 1024), _bytes_moved, _inputs, _peers, ours=_ours, formula=_formula, backend=_backend,
+    "dropout_add", _SHAPES, (64, 1024), _bytes_moved, _inputs,
+    lambda case: [*by_pytorch(_eager), Contender("Megatron-core", _megatron, package="Megatron-core", compiles=True)],
+    ours=_ours, formula=_formula, backend=_backend,
     without=dict.fromkeys(("Liger", "QuACK", "Apex", "Transformer Engine"), _NONE),
 )  # fmt: skip

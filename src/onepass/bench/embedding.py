@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, give_main_grad, of_each
-from onepass.bench.model import BenchCase, Call, Contender, Inputs
+from onepass.bench.define import OpBench, Random, Shape, Shapes, by_pytorch, give_main_grad, of_each
+from onepass.bench.model import BenchCase, Contender, Inputs
 
 _VARIANTS = ("words", "uniform", "alike", "returned")  # returned: words, without main_grad
 _GPU = [(16384, 2048, 128256), (16384, 2048, 32000), (8192, 4096, 151936), (65536, 64, 1000000)]
@@ -66,17 +66,11 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     return Inputs(tensors, frozenset({"ids"}), {"y": random(tokens, features)}, trained)
 
 
-def _eager(case: BenchCase, run: Run) -> Call:
-    return run(F.embedding)
-
-
-def _peers(case: BenchCase) -> list[Contender]:
-    return [*by_pytorch(_eager), Contender("Megatron", lambda case: lambda ids, weight: weight[ids])]
-
-
+_MEGATRON = Contender("Megatron", lambda case: lambda ids, weight: weight[ids])
 _NONE = "has no embedding of its own"
 BENCH = OpBench(
-    "embedding", _SHAPES, (64, 64, 128), _bytes_moved, _inputs, _peers,
+    "embedding", _SHAPES, (64, 64, 128), _bytes_moved, _inputs,
+    lambda case: [*by_pytorch(lambda case, run: run(F.embedding)), _MEGATRON],
     without={
         "Liger": "its embedding adds to the gradient with atomics, in the storage type", "QuACK": _NONE, "Apex": _NONE,
         "Transformer Engine": _NONE,

@@ -64,7 +64,7 @@ def _eager(case: BenchCase, run: Run) -> Call:
     return run(norm_then_gate if case.variant == "heads" else gate_first)
 
 
-def _fla(case: BenchCase) -> Call:
+def fla_norm(case: BenchCase) -> Call:
     function: Callable[..., Tensor] = imported("fla.modules.fused_norm_gate", "rms_norm_gated")
     return lambda x, z, weight: function(x, z, weight, None, eps=EPS)
 
@@ -76,7 +76,7 @@ def _mamba(case: BenchCase) -> Call:
 
 def _peers(case: BenchCase) -> list[Contender]:
     lacks = None if case.variant == "heads" else "gates after the norm only"
-    fla = Contender("FLA", _fla, package="FLA", lacks=lacks)
+    fla = Contender("FLA", fla_norm, package="FLA", lacks=lacks)
     return [*by_pytorch(_eager), fla, Contender("mamba-ssm", _mamba, package="mamba-ssm")]
 
 

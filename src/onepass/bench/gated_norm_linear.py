@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.bench import fp8
-from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch
-from onepass.bench.gated_norm import EPS, norm_then_gate
+from onepass.bench.define import OpBench, Random, Shape, Shapes, by_pytorch
+from onepass.bench.gated_norm import EPS, fla_norm, norm_then_gate
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
-from onepass.bench.peers import imported
 from onepass.ops.norm.gated_norm import gated_rms_norm, gated_rms_norm_reference
 
 _HEAD = 128
@@ -61,18 +60,10 @@ def _baseline(case: BenchCase) -> Call:
     return call
 
 
-def _eager(case: BenchCase, run: Run) -> Call:
-    return run(_after(norm_then_gate))
-
-
-def _fla(case: BenchCase) -> Call:
-    function: Callable[..., Tensor] = imported("fla.modules.fused_norm_gate", "rms_norm_gated")
-    return _after(lambda x, z, weight: function(x, z, weight, None, eps=EPS))
-
-
 def _peers(case: BenchCase) -> list[Contender]:
     separate = Contender("separate", lambda case: _after(gated_rms_norm))
-    return [separate, *by_pytorch(_eager), Contender("FLA", _fla, package="FLA")]
+    eager = by_pytorch(lambda case, run: run(_after(norm_then_gate)))
+    return [separate, *eager, Contender("FLA", lambda case: _after(fla_norm(case)), package="FLA")]
 
 
 _APART = "has no gated norm with the product that follows"

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import fp8
-from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, give_main_grad
+from onepass.bench.define import OpBench, Random, Shape, Shapes, by_pytorch, give_main_grad
 from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported
 
@@ -51,10 +51,6 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     for name in tensors.keys() - {"x"}:
         give_main_grad(tensors[name])
     return Inputs(tensors, frozenset({"x"}), {"y": random(tokens, outer)}, trained=True)
-
-
-def _eager(case: BenchCase, run: Run) -> Call:
-    return run(lambda *tensors: F.linear(*tensors))
 
 
 class _QuackLinear(torch.autograd.Function):
@@ -89,7 +85,8 @@ def _peers(case: BenchCase) -> list[Contender]:
     if case.fp8:
         engine = fp8.transformer_engine("Linear", lambda case: case.shape[1:], ("weight",), fuse_wgrad_accumulation=True)
         return [*fp8.torchao(_layers, ("0.weight",)), engine]
-    return [*by_pytorch(_eager, "F.linear + add_"), Contender("QuACK", _quack, package="QuACK")]
+    eager = by_pytorch(lambda case, run: run(lambda *tensors: F.linear(*tensors)), "F.linear + add_")
+    return [*eager, Contender("QuACK", _quack, package="QuACK")]
 
 
 _APART = "has no linear layer with a main_grad"

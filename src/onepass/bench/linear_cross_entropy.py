@@ -210,10 +210,6 @@ def _liger_hopper(case: BenchCase) -> Call:
     return in_a_row(lambda hidden, weight, labels: function(hidden, weight, labels).sum() / (labels >= 0).sum())
 
 
-def _cce(case: BenchCase) -> Call:
-    return in_a_row(imported("cut_cross_entropy", "linear_cross_entropy"))
-
-
 def _quack(case: BenchCase) -> Call:
     function = imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     return in_a_row(partial(function, use_scaled_exp=False, tuned=False))
@@ -237,7 +233,7 @@ def _peers(case: BenchCase) -> list[Contender]:
         Contender("Liger", _liger, package="Liger"),
         Contender("Liger, fp32 sums", partial(_liger, options=_FP32_SUMS), package="Liger"),
         hopper,
-        Contender("CCE", _cce, package="CCE"),
+        Contender("CCE", lambda case: in_a_row(imported("cut_cross_entropy", "linear_cross_entropy")), package="CCE"),
         Contender("QuACK", _quack, package="QuACK"),
         trl,
     ]

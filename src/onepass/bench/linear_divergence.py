@@ -66,11 +66,7 @@ def _formula(case: BenchCase) -> Call:
     return lambda *heads: (total(*heads) / case.shape[0]).view(1)
 
 
-# ---- onepass, the floor and eager code ----
-
-
-def _ours(case: BenchCase) -> Call:
-    return in_a_row(partial(linear_divergence, kind=_kind(case)))
+# ---- the floor and eager code ----
 
 
 def _eager_mean(case: BenchCase, *heads: Tensor) -> Tensor:
@@ -123,6 +119,7 @@ def _peers(case: BenchCase) -> list[Contender]:
 _APART = "has no divergence of hidden states"
 BENCH = OpBench(
     "linear_divergence", _SHAPES, (16, 64, 64, 128), _bytes_moved, _inputs, _peers,
-    ours=_ours, formula=_formula, baseline=as_written(_eager), reference="four products",
+    ours=lambda case: in_a_row(partial(linear_divergence, kind=_kind(case))), formula=_formula,
+    baseline=as_written(_eager), reference="four products",
     without=dict.fromkeys(("CCE", "QuACK", "Apex", "Transformer Engine", "Megatron-core"), _APART),
 )  # fmt: skip

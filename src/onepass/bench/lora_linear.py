@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from onepass.bench import fp8
 from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
-from onepass.bench.model import FP8, BenchCase, Call, Contender, Inputs
+from onepass.bench.model import FP8, BenchCase, Call, Inputs
 from onepass.ops.linear.linear import linear
 from onepass.ops.linear.lora_linear import lora_linear
 from onepass.product.lora import LoRA
@@ -135,10 +135,6 @@ def _eager(case: BenchCase, run: Run) -> Call:
     return run(calls.get(case.variant, linear_layer))
 
 
-def _peers(case: BenchCase) -> list[Contender]:
-    return [] if case.fp8 else by_pytorch(_eager)
-
-
 def _backend(case: BenchCase, inputs: Inputs) -> str:
     x, weight, a, b = list(inputs.tensors.values())[:4]
     lora = LoRA(a, b, _SCALE, _spans(weight.shape[0])[0] if case.variant == _QKV else None)
@@ -150,7 +146,8 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 
 _APART = "has no LoRA layer"
 BENCH = OpBench(
-    "lora_linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
+    "lora_linear", _SHAPES, (64, 128, 128), _bytes_moved, _inputs,
+    lambda case: [] if case.fp8 else by_pytorch(_eager),
     ours=_ours, weights=(1,), baseline=lambda case: _formula(case, rounded=True), reference="eager",
     formula=_formula, backend=_backend, without={"Liger": _APART, "Megatron-core": _APART, "Apex": _APART},
 )  # fmt: skip

@@ -68,10 +68,6 @@ def _after_norm(norm: Callable[..., Any]) -> Call:
     return lambda x, norm_weight, weight, *bias: F.linear(norm(x, norm_weight, *bias, eps=_EPS), weight)
 
 
-def _separate(case: BenchCase) -> Call:
-    return _after_norm(rms_norm if case.variant == "rms" else layer_norm)
-
-
 def _eager(case: BenchCase, run: Run) -> Call:
     function: Callable[..., Any] = F.rms_norm if case.variant == "rms" else F.layer_norm
     return run(_after_norm(lambda x, *parameters, eps: function(x, case.shape[1:2], *parameters, eps)))
@@ -102,7 +98,8 @@ def _peers(case: BenchCase) -> list[Contender]:
         )
         return [*fp8.torchao(_layers, ("0.weight", "1.weight")), engine]
     engine = Contender("Transformer Engine", _transformer_engine, "Transformer Engine")
-    return [Contender("separate", _separate), *by_pytorch(_eager), engine]
+    separate = Contender("separate", lambda case: _after_norm(rms_norm if case.variant == "rms" else layer_norm))
+    return [separate, *by_pytorch(_eager), engine]
 
 
 _APART = "has no norm with the product that follows"

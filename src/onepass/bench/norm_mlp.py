@@ -25,7 +25,6 @@ from onepass.ops.activation.bias_activation import bias_activation_reference
 from onepass.ops.norm.norm import rms_norm_reference
 from onepass.ops.norm.norm_linear import norm_linear, norm_linear_reference
 from onepass.runtime.backend import explain
-from onepass.runtime.fp8_recipe import Precision
 
 _EPS = 1e-5
 _VARIANT = "swiglu" + FP8
@@ -55,14 +54,6 @@ def _one_after_the_other(case: BenchCase, first: Callable[..., Any], second: Cal
     first = partial(first, norm="rms_norm", eps=_EPS, **options)
     second = partial(second, activation=case.kind, **options)
     return lambda x, norm_weight, up, down: second(first(x, norm_weight, up), down)
-
-
-def _formula(case: BenchCase) -> Call:
-    return _one_after_the_other(case, norm_linear_reference, activation_linear_reference)
-
-
-def _ours(case: BenchCase, precision: Precision) -> Call:
-    return _one_after_the_other(case, norm_linear, activation_linear, precision=precision)
 
 
 def _baseline(case: BenchCase) -> Call:
@@ -97,6 +88,8 @@ def _backend(case: BenchCase, inputs: Inputs) -> str:
 _IN_FP8 = "has no products in eight bits"
 BENCH = OpBench(
     "norm_mlp", _SHAPES, _TINY, _bytes_moved, _inputs, _peers,
-    ours=_ours, weights=(2, 3), formula=_formula, baseline=_baseline, backend=_backend,
+    ours=lambda case, precision: _one_after_the_other(case, norm_linear, activation_linear, precision=precision),
+    formula=lambda case: _one_after_the_other(case, norm_linear_reference, activation_linear_reference),
+    weights=(2, 3), baseline=_baseline, backend=_backend,
     without={"Liger": _IN_FP8, "QuACK": _IN_FP8, "Apex": _IN_FP8, "Megatron-core": "takes them from Transformer Engine"},
 )  # fmt: skip

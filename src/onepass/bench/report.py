@@ -168,7 +168,7 @@ def _columns(result: CaseResult) -> list[_Column]:
     if _known(result, "peak_mib"):
         columns.append(_Column("peak MiB", 8, _number("peak_mib", ".0f"), dispensable=2))
         columns.append(_Column("kept MiB", 8, _number("kept_mib", ".1f"), dispensable=3))
-    return [*columns, _Column("error", 7, _error)]
+    return [*columns, _Column("error", 7, _number("worst_error", ".1e"))]
 
 
 def _known(result: CaseResult, name: str) -> bool:
@@ -283,8 +283,3 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _bytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-def _error(row: Measured) -> str:
-    worst = row.worst_error
-    return "" if worst is None else f"{worst:.1e}"

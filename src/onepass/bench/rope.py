@@ -80,10 +80,6 @@ def _options(case: BenchCase) -> dict[str, Any]:
 # ---- onepass's own ops, and eager code ----
 
 
-def _one_after_the_other(case: BenchCase) -> Call:
-    return _after_norms(rope, partial(rms_norm, eps=_EPS, zero_centered_gamma=_is_centered(case)))
-
-
 def _after_norms(rotated: Callable[..., Any], norm: Callable[..., Tensor]) -> Call:
     return lambda q, k, cos, sin, q_weight, k_weight: rotated(norm(q, q_weight), norm(k, k_weight), cos, sin)
 
@@ -133,17 +129,16 @@ def _as_models_do(case: BenchCase, function: Callable[..., Any], views: bool = T
     return call
 
 
-def _heads_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Result:
-    return _written(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-
-
 def _twice(table: Tensor, case: BenchCase) -> Tensor:
     return table.repeat_interleave(2, -1) if case.variant == "interleaved" else torch.cat((table, table), -1)
 
 
 def _eager(case: BenchCase, run: Run) -> Call:
     if case.variant in _NORMS:
-        return _as_models_do(case, run(_after_norms(_heads_first, _written_norm(case))), views=False)
+        heads_first = _after_norms(
+            lambda q, k, *tables: _written(q.transpose(1, 2), k.transpose(1, 2), *tables), _written_norm(case)
+        )
+        return _as_models_do(case, run(heads_first), views=False)
     return _as_models_do(case, run(_written_interleaved if case.variant == "interleaved" else _written))
 
 
@@ -188,7 +183,8 @@ def _quack(case: BenchCase) -> Call:
 def _peers(case: BenchCase) -> list[Contender]:
     peers = by_pytorch(_eager)
     if case.variant in _NORMS:
-        peers.append(Contender("rms_norm, then rope", _one_after_the_other))
+        norm = partial(rms_norm, eps=_EPS, zero_centered_gamma=_is_centered(case))
+        peers.append(Contender("rms_norm, then rope", lambda case: _after_norms(rope, norm)))
     if case.variant != "interleaved":
         peers.append(Contender("Liger", _liger, package="Liger"))
         peers.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))

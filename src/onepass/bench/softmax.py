@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
+from onepass.bench.define import OpBench, Random, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, liger_rows
 
@@ -96,10 +96,6 @@ def _with_causal_mask(case: BenchCase, function: Any) -> Call:
     return call
 
 
-def _eager(case: BenchCase, run: Run) -> Call:
-    return _with_causal_mask(case, run(_written))
-
-
 # ---- peers that neither scale nor mask ----
 
 
@@ -115,15 +111,12 @@ def _prepared(case: BenchCase, function: Callable[[Tensor], Tensor]) -> Call:
     return _with_causal_mask(case, call)
 
 
-def _quack(case: BenchCase) -> Call:
-    return _prepared(case, imported("quack", "softmax"))
-
-
 def _peers(case: BenchCase) -> list[Contender]:
     # beside the others' graphs, if one of eager's fp32 tensors takes 16 GiB
     lacks = "its tensors don't fit beside the others'" if math.prod(case.shape) >= 1 << 32 else None
     liger = liger_rows(_prepared, "liger_kernel.ops.softmax", "LigerSoftmaxFunction", "softmax", lacks)
-    return [*by_pytorch(_eager, lacks=lacks), *liger, Contender("QuACK", _quack, package="QuACK", lacks=lacks)]
+    quack = Contender("QuACK", lambda case: _prepared(case, imported("quack", "softmax")), package="QuACK", lacks=lacks)
+    return [*by_pytorch(lambda case, run: _with_causal_mask(case, run(_written)), lacks=lacks), *liger, quack]
 
 
 _EXTENSION = "has scaled softmaxes as a CUDA extension, which is not built here"

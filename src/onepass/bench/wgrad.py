@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.bench.define import OpBench, Random, Run, Shape, Shapes, by_pytorch, of_each
+from onepass.bench.define import OpBench, Random, Shape, Shapes, by_pytorch, of_each
 from onepass.bench.model import BenchCase, Call, Contender, Inputs
 from onepass.bench.peers import imported, needs_gpu
 from onepass.gradients.main_grad import add_gradient
@@ -40,11 +40,6 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     return Inputs(tensors, frozenset({"dy", "x"}), {"sum": torch.zeros_like(main_grad)}, summed=frozenset({"sum"}))
 
 
-def _formula(case: BenchCase) -> Call:
-    """Return the sum after the first call: what is checked finds zeros in main_grad."""
-    return lambda main_grad, dy, x: dy.t() @ x
-
-
 def _baseline(case: BenchCase) -> Call:
     def call(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         if dy.is_cuda and dy.dtype != torch.float32:
@@ -62,10 +57,6 @@ def _added(add: Any) -> Call:
         return main_grad
 
     return call
-
-
-def _eager(case: BenchCase, run: Run) -> Call:
-    return run(lambda main_grad, dy, x: main_grad.add_(dy.t() @ x))
 
 
 def _cublas(case: BenchCase) -> Call:
@@ -96,7 +87,7 @@ def _peers(case: BenchCase) -> list[Contender]:
     lacks = needs_gpu() if case.dtype == torch.bfloat16 else "called for bf16 only"
     return [
         Contender("mm", lambda case: lambda main_grad, dy, x: dy.t() @ x, floor=True),
-        *by_pytorch(_eager, "mm, add_"),
+        *by_pytorch(lambda case, run: run(lambda main_grad, dy, x: main_grad.add_(dy.t() @ x)), "mm, add_"),
         Contender("cuBLAS beta 1", _cublas, lacks=lacks),
         Contender("QuACK", _quack, package="QuACK"),
     ]
@@ -104,7 +95,8 @@ def _peers(case: BenchCase) -> list[Contender]:
 
 BENCH = OpBench(
     "wgrad", _SHAPES, (64, 128, 128), _bytes_moved, _inputs, _peers,
-    ours=lambda case: _added(add_gradient), formula=_formula, baseline=_baseline, reference="mm",
+    ours=lambda case: _added(add_gradient), baseline=_baseline, reference="mm",
+    formula=lambda case: lambda main_grad, dy, x: dy.t() @ x,  # the first call, which is checked, finds zeros in main_grad
     backend=lambda case, inputs: "triton" if inputs.tensors["x"].is_cuda else "torch",
     without={"Apex": "its extension is one cuBLAS product"},
 )  # fmt: skip
