@@ -434,16 +434,12 @@ def _show(diagnosis: Diagnosis) -> None:
     for device in diagnosis.devices:
         facts = (f"{name} {value}" for name, value in device.items() if name not in ("device", "name"))
         console.print("  ".join((device["device"], device["name"], *facts)))
-    usable = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("op", "device", "backend", ""):
-        usable.add_column(heading)
+    usable = Table("op", "device", "backend", "", box=None, padding=(0, 2, 0, 0))
     for op, devices in diagnosis.backends.items():
         for where, reasons in devices.items():
             for name, reason in reasons.items():
                 usable.add_row(op, where, name, "[green]can be used[/]" if reason is None else f"no: {escape(reason)}")
-    checks = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "check", "found"):
-        checks.add_column(heading)
+    checks = Table("", "check", "found", box=None, padding=(0, 2, 0, 0))
     colours = {OK: "green", WARNING: "yellow", BROKEN: "bold red"}
     for check in diagnosis.checks:
         advice = f"\n[bold]do:[/] {escape(check.advice)}" if check.advice and check.verdict != OK else ""

@@ -130,13 +130,7 @@ class Linears:
             by_input: list[Node] = [
                 arguments(user)[0] for user in layer.used.users if user.target is aten.mm.default and user.args[1] is layer.used
             ]
-            by_weight = [
-                source
-                for user in x.users
-                if user.target is aten.mm.default and user.args[1] is x
-                for source in [_transposed(user.args[0])]
-                if source is not None and size_key(shape(source)[1]) == shape(layer.weight)[0]
-            ]
+            by_weight = [each for _, each in _transposed_products(x) if size_key(shape(each)[1]) == shape(layer.weight)[0]]
             candidates = by_input if len(by_input) == 1 else [] if by_input else by_weight
             if len(candidates) != 1:
                 return None
@@ -177,11 +171,7 @@ class Linears:
     def _weight_products(self, x: Node, gradients: Sequence[Node]) -> list[Node] | None:
         found = []
         for gradient in gradients:
-            products = [
-                user
-                for user in x.users
-                if user.target is aten.mm.default and user.args[1] is x and _transposed(user.args[0]) is gradient
-            ]
+            products = [product for product, left in _transposed_products(x) if left is gradient]
             if len(products) != 1 or not self._leads_nowhere(products[0], gradients):
                 return None
             found.append(products[0])
@@ -225,6 +215,12 @@ def _transposed(node: object) -> Node | None:
         return None
     base = node.args[0]
     return base if isinstance(base, Node) else None
+
+
+def _transposed_products(x: Node) -> list[tuple[Node, Node]]:
+    """Return the products left.T @ x, each with its left operand."""
+    products = [user for user in x.users if user.target is aten.mm.default and user.args[1] is x]
+    return [(product, left) for product in products if (left := _transposed(product.args[0])) is not None]
 
 
 def _uncast(node: Node | None) -> Node | None:

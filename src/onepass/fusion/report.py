@@ -117,9 +117,7 @@ def _graph(graph: GraphReport, title: str) -> Iterator[RenderableType]:
     else:
         yield Text(f"onepass.fuse, {title} ({passes}): nothing to fuse. It was compiled as torch.compile compiles it.")
     if graph.refused:
-        table = Table(title="left as it was", title_justify="left", expand=False)
-        for title in ("operator", "times", "why"):
-            table.add_column(title)
+        table = Table("operator", "times", "why", title="left as it was", title_justify="left")
         for (operator, why), times in _summed(graph.refused).items():
             table.add_row(operator, str(times), why)
         yield table

@@ -176,16 +176,16 @@ Compiled = Callable[[list[Any]], Any]
 
 
 def forward_with(compiled: Compiled, wholes: Sequence[PackedParameters]) -> Compiled:
-    def call(inputs: list[Any]) -> Any:
-        inputs.extend([whole.of(inputs) for whole in wholes])
-        return compiled(inputs)
-
-    return boxed(call)
+    return _with_more(compiled, lambda inputs: [whole.of(inputs) for whole in wholes])
 
 
 def backward_with(compiled: Compiled, places: Sequence[int]) -> Compiled:
+    return _with_more(compiled, lambda inputs: [inputs[place] for place in places])
+
+
+def _with_more(compiled: Compiled, more: Callable[[list[Any]], list[Any]]) -> Compiled:
     def call(inputs: list[Any]) -> Any:
-        inputs.extend([inputs[place] for place in places])
+        inputs.extend(more(inputs))
         return compiled(inputs)
 
     return boxed(call)

@@ -59,27 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures and words")
 
 
-def _number(text: str, kind: Callable[[str], Any], least: float) -> Any:
-    value = kind(text)
-    if not least <= value < float("inf"):
-        raise ValueError(text)
-    return value
+def _of_at_least(kind: Callable[[str], Any], least: float, name: str) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        value = kind(text)
+        if not least <= value < float("inf"):
+            raise ValueError(text)
+        return value
+
+    parsed.__name__ = name  # argparse prints it in error messages
+    return parsed
 
 
-def _count(text: str) -> int:
-    return int(_number(text, int, 0))
-
-
-def _positive(text: str) -> int:
-    return int(_number(text, int, 1))
-
-
-def _seconds(text: str) -> float:
-    return float(_number(text, float, 0))
-
-
-# argparse prints these names in error messages.
-_count.__name__, _positive.__name__, _seconds.__name__ = "number", "number of at least 1", "number of seconds"
+_count, _positive = _of_at_least(int, 0, "number"), _of_at_least(int, 1, "number of at least 1")
+_seconds = _of_at_least(float, 0, "number of seconds")
 
 
 def run(args: argparse.Namespace) -> int:
