@@ -21,9 +21,7 @@ _SHOWN = 10  # failing cases that are printed
 
 
 def add_arguments(parser: Any) -> None:
-    parser.add_argument(
-        "op", nargs="?", metavar="OP", choices=_NAMES, help=f"one of {', '.join(_NAMES)} (default: all)"
-    )
+    parser.add_argument("op", nargs="?", metavar="OP", choices=_NAMES, help=f"one of {', '.join(_NAMES)} (default: all)")
     parser.add_argument("--cases", type=int, default=100, help="of each op (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next has the next (%(default)s)")
     parser.add_argument("--choices", type=_choices, help="of one case, as a failure prints them")

@@ -71,9 +71,7 @@ class Allowed(NamedTuple):
     slack: float  # relative, where the result has many numbers
 
 
-def _judge_one(
-    ours: Tensor, exact: Tensor, baselines: list[Tensor], dtype: torch.dtype, allowed: Allowed
-) -> Iterator[str]:
+def _judge_one(ours: Tensor, exact: Tensor, baselines: list[Tensor], dtype: torch.dtype, allowed: Allowed) -> Iterator[str]:
     extra, factor, floor, either, least = allowed
     if ours.shape != exact.shape or ours.dtype != dtype:
         yield f"is {ours.dtype}{list(ours.shape)}, but must be {dtype}{list(exact.shape)}"
