@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,9 +16,8 @@ _WIDTH = 118  # if the output is not a terminal
 
 
 class ModelReport:
-    def __init__(self, out: TextIO | None = None) -> None:
-        out = out or sys.stdout
-        self.console = Console(file=out, width=None if out.isatty() else _WIDTH, highlight=False)
+    def __init__(self) -> None:
+        self.console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
         self.progress = Console(stderr=True, highlight=False)
 
     def say(self, text: str | Table = "") -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,9 +38,8 @@ class _Column:
 class BenchReport:
     """Print results on stdout as soon as they are known."""
 
-    def __init__(self, out: TextIO | None = None) -> None:
-        out = out or sys.stdout
-        self.console = Console(file=out, width=None if out.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+    def __init__(self) -> None:
+        self.console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
         self.progress = Progress(
             BarColumn(bar_width=28),
             MofNCompleteColumn(),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onepass.gpt.config_fields import ConfigFields
-from onepass.gpt.settings import Flag, nearest, read_yaml, written_yaml
+from onepass.gpt.settings import nearest, read_yaml, written_yaml
 from onepass.gpt.validate_config import FP8_OPTIONS, validate_config
 
 
@@ -82,6 +82,17 @@ class Config(ConfigFields):
 
     # ---- files and flags ----
 
+    own_flags = {  # Megatron's, where they are not `--field-name` and `--no-field-name`
+        "layernorm_epsilon": ("--norm-epsilon", None),
+        "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", "--no-apply-layernorm-1p"),
+        "add_bias_linear": ("--add-bias-linear", "--disable-bias-linear"),
+        "apply_rope_fusion": ("--rope-fusion", "--no-rope-fusion"),
+        "num_moe_experts": ("--num-experts", None),
+        "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers", None),
+        "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers", None),
+        "virtual_pipeline_model_parallel_size": ("--num-virtual-stages-per-pipeline-rank", None),
+    }
+
     @classmethod
     def from_yaml(cls, path: str | Path) -> Config:
         return cls.from_dict(read_yaml(path, cls.flags()))
@@ -89,10 +100,6 @@ class Config(ConfigFields):
     def to_yaml(self) -> str:
         """Return all fields as YAML, in the order of their definition."""
         return written_yaml(self.to_dict())
-
-    @classmethod
-    def flags(cls, own: Mapping[str, tuple[str, str | None]] | None = None) -> list[Flag]:
-        return super().flags(_FLAGS | dict(own or {}))
 
 
 _REFERENCE = {
@@ -103,16 +110,6 @@ _REFERENCE = {
     "gradient_accumulation_fusion": False, "defer_embedding_wgrad_compute": False, "wgrad_deferral_limit": 0,
     "fp8_format": None, **{name: getattr(Config, name) for name in FP8_OPTIONS},
 }  # fmt: skip
-_FLAGS: dict[str, tuple[str, str | None]] = {  # Megatron flags other than `--field-name` and `--no-field-name`
-    "layernorm_epsilon": ("--norm-epsilon", None),
-    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", "--no-apply-layernorm-1p"),
-    "add_bias_linear": ("--add-bias-linear", "--disable-bias-linear"),
-    "apply_rope_fusion": ("--rope-fusion", "--no-rope-fusion"),
-    "num_moe_experts": ("--num-experts", None),
-    "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers", None),
-    "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers", None),
-    "virtual_pipeline_model_parallel_size": ("--num-virtual-stages-per-pipeline-rank", None),
-}
 
 
 # ---- presets ----

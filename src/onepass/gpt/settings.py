@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from onepass.runtime.errors import install_hint
 from onepass.runtime.regular_file import read_regular, read_regular_or_pipe
@@ -24,6 +24,8 @@ def setting(default: Any, help: str) -> Any:
 
 class Settings:
     """Base class of frozen dataclasses of settings. Values of the wrong type and unknown names raise ValueError."""
+
+    own_flags: ClassVar[Mapping[str, tuple[str, str | None]]] = {}
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
@@ -55,13 +57,13 @@ class Settings:
         return cls(**values)
 
     @classmethod
-    def flags(cls, own: Mapping[str, tuple[str, str | None]] | None = None) -> list[Flag]:
-        """Return all fields as flags. `own`: a field's flags where they are not `--field-name` and `--no-field-name`."""
+    def flags(cls) -> list[Flag]:
+        """Return all fields as flags: `--field-name` and `--no-field-name`, or those in `own_flags`."""
         made = []
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # subclasses are dataclasses
             choices, kind, optional = _taken_apart(_hints(cls)[field.name])
             dashed = field.name.replace("_", "-")
-            on, off = (own or {}).get(field.name, (f"--{dashed}", f"--no-{dashed}"))
+            on, off = cls.own_flags.get(field.name, (f"--{dashed}", f"--no-{dashed}"))
             off = off if kind is bool else None
             made.append(Flag(field.name, on, off, kind, choices, field.default, optional, field.metadata["help"]))
         return made
@@ -89,12 +91,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 # ---- types ----
 
 
-def _hints(cls: Any) -> dict[str, Any]:
-    return _read_hints(cls)
-
-
 @functools.cache
-def _read_hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 

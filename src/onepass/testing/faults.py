@@ -190,6 +190,15 @@ class AllocationCount:
 
 
 @contextlib.contextmanager
+def wrapped(functions: tuple[tuple[Any, str], ...], wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    """Put what `wrap` makes of them in the place of functions, given as owner and name."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+        yield
+
+
+@contextlib.contextmanager
 def _counting(functions: tuple[tuple[Any, str], ...], fail_at: int) -> Iterator[AllocationCount]:
     allocations = AllocationCount(fail_at)
 
@@ -200,9 +209,7 @@ def _counting(functions: tuple[tuple[Any, str], ...], fail_at: int) -> Iterator[
 
         return call
 
-    with contextlib.ExitStack() as stack:
-        for owner, name in functions:
-            stack.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
+    with wrapped(functions, counted):
         yield allocations
 
 

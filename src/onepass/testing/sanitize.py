@@ -57,7 +57,7 @@ from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.sizes import ceil_div
 from onepass.testing.aot import package_modules
 from onepass.testing.contract import subjects
-from onepass.testing.faults import PRODUCTS
+from onepass.testing.faults import PRODUCTS, wrapped
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ALLOWED = {("initcheck", "_dk_dv_kernel"): "reads tensor descriptors, which initcheck doesn't see Triton write"}
@@ -306,8 +306,7 @@ def _launched() -> Iterator[set[str]]:
         yield names
 
 
-@contextlib.contextmanager
-def _products_seen() -> Iterator[None]:
+def _products_seen() -> contextlib.AbstractContextManager[None]:
     """Write the results of products once more, by a kernel whose writes initcheck sees."""
 
     def seen(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -318,10 +317,7 @@ def _products_seen() -> Iterator[None]:
 
         return product
 
-    with contextlib.ExitStack() as stack:
-        for owner, name in PRODUCTS:
-            stack.enter_context(mock.patch.object(owner, name, seen(getattr(owner, name))))
-        yield
+    return wrapped(PRODUCTS, seen)
 
 
 def _adamw_step(device: torch.device) -> None:
