@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
 from onepass.profiling.model import Profile
-from onepass.profiling.record import LabelCounter, Recorded, Timing, described, gpu_in_use, synchronize
+from onepass.profiling.record import LabelCounter, Recorded, Timing, described, gpu_in_use, run, synchronize
 from onepass.profiling.trace import STEP, WINDOW
 from onepass.runtime.errors import CommandError
 
@@ -115,8 +114,7 @@ class CallRecorder:
         self._name, self._skip, self._steps = name, skip, steps
         self._calls = 0
         self._inside = False
-        self._walls: list[float] = []
-        self._hosts: list[float] = []
+        self._runs: list[tuple[float, float]] = []  # wall and host time
         self._peak: int | None = None
         self._labels = LabelCounter()
         self._recorded: Recorded | None = None
@@ -172,19 +170,14 @@ class CallRecorder:
         return result
 
     def _timed(self, call: Callable[[], Any]) -> Any:
-        synchronize()
         before = torch.cuda.memory_allocated() if gpu_in_use() else 0
         if gpu_in_use():
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        result = call()
-        queued = time.perf_counter()
-        synchronize()
-        self._walls.append((time.perf_counter() - start) * 1e6)
-        self._hosts.append((queued - start) * 1e6)
+        results: list[Any] = []
+        self._runs.append(run(lambda: results.append(call()), 1))
         if gpu_in_use():
             self._peak = max(self._peak or 0, torch.cuda.max_memory_allocated() - before)
-        return result
+        return results[0]
 
     def profile(self) -> Profile:
         needed = self._skip + 2 * self._steps + 1
@@ -192,5 +185,6 @@ class CallRecorder:
             how = f"--skip {self._skip} --steps {self._steps} needs {needed}: calls that warm up, are timed and are recorded"
             raise CommandError(f"the script called {self._name} {self._calls} times; {how}")
         assert self._recorded is not None
-        timing = Timing(tuple(self._walls), tuple(self._hosts), self._peak)
+        walls, hosts = zip(*self._runs, strict=True)
+        timing = Timing(walls, hosts, self._peak)
         return described(self._recorded.trace(), timing, ignored_labels=self._labels.ignored())
