@@ -11,6 +11,7 @@ Peers     eager and torch.compile: as transformers writes the norm, then F.linea
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,7 +44,7 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
     return Inputs(tensors, frozenset({"x", "z"}), {"y": random(tokens, outer)})
 
 
-def _after(norm: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Call:
+def _after(norm: Callable[..., Any]) -> Call:
     def call(x: Tensor, z: Tensor, norm_weight: Tensor, weight: Tensor) -> Result:
         heads, gates = (t.unflatten(-1, (-1, _HEAD)) for t in (x, z))
         return F.linear(norm(heads, gates, norm_weight).flatten(-2), weight)

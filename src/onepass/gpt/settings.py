@@ -91,8 +91,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 # ---- types ----
 
 
-@functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
+    return _read_hints(cls)
+
+
+@functools.cache
+def _read_hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 

@@ -319,8 +319,9 @@ def compile_all(archs: Sequence[int], only: str, jobs: int, in_turn: bool = Fals
 def _table(rows: list[Compiled], archs: tuple[int, ...]) -> Any:
     from rich.table import Column, Table
 
-    columns = ("kernel", "first launched by", "type", *(Column(f"sm_{arch}", justify="right") for arch in archs))
-    table = Table(*columns, title="registers, bytes of shared memory and spills", title_justify="left")
+    title = "registers, bytes of shared memory and spills"
+    figures = (Column(f"sm_{arch}", justify="right") for arch in archs)
+    table = Table("kernel", "first launched by", "type", *figures, title=title, title_justify="left")
     lines: dict[tuple[str, str, str], dict[int, list[str]]] = {}
     for row in rows:  # less shared memory may change an architecture's kernels and their order
         cells = lines.setdefault((row.kernel, row.call, row.dtype), {arch: [] for arch in archs})
