@@ -143,6 +143,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "norm_linear": "--shape 16,32 --norm-weight 32 --weight 8,32",
         "rms_norm": "--shape 16,32 --weight --residual",
         "rope": "--shape 1,16,2,64 --k 1,16,2,64 --cos 16,32 --sin 16,32",
+        "route": "--shape 64,128 --k 8 --bias --aux 0.01",
         "softmax": "--shape 4,2,64,64 --mask",
     }
     assert calls.keys() == op_records.OPS.keys()

@@ -8,10 +8,10 @@ from ops.fp8_calls import decibels
 
 import onepass
 from onepass.gpt import Config
-from onepass.gpt.moe import MoE, balance, routed
+from onepass.gpt.moe import MoE
 from onepass.gpt.parts import Initializer
 from onepass.ops.linear.grouped import grouped_linear
-from onepass.ops.linear.routing import gather_tokens, scatter_tokens
+from onepass.ops.linear.routing import gather_tokens, scatter_tokens, sort_rows
 from onepass.product import grouped as grouped_products
 
 H, E, SIZE = 12, 5, 8
@@ -71,24 +71,25 @@ def test_without_a_coefficient_there_is_no_loss_of_its_own():
 
 def test_the_router_is_fp32_in_a_model_of_16_bits():
     moe, x = made(torch.bfloat16), tokens(64, dtype=torch.bfloat16)
-    probabilities = moe.router(x)
-    exact = (x.double() @ moe.router.weight.double().t()).softmax(-1)
-    assert probabilities.dtype == torch.float32
-    assert relative(probabilities.detach(), exact.detach()) < 1e-6
+    logits = moe.router(x)
+    exact = x.double() @ moe.router.weight.double().t()
+    assert logits.dtype == torch.float32
+    assert relative(logits.detach(), exact.detach()) < 1e-6
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(moe.router(x), probabilities)
+        assert torch.equal(moe.router(x), logits)
 
 
 def test_even_is_one_and_uneven_more():
-    even = torch.eye(E).repeat(3, 1) * 0.5 + 0.1
-    assert balance(even, 1).item() == pytest.approx(1.0)
-    assert balance(torch.eye(E)[:1].repeat(6, 1), 1).item() == pytest.approx(E)
-    assert balance(torch.zeros(0, E), 2) == 0
+    even = torch.eye(E).repeat(3, 1)
+    assert onepass.route(even, 1, aux=1.0).aux_loss.item() == pytest.approx(1.0)
+    assert onepass.route(100 * torch.eye(E)[:1].repeat(6, 1), 1, aux=1.0).aux_loss.item() == pytest.approx(E)
+    assert onepass.route(torch.zeros(0, E), 2, aux=1.0).aux_loss == 0
 
 
 def test_routes_are_sorted_by_expert_and_lead_back():
     probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.1, 0.4], [0.2, 0.1, 0.7]])
-    routes = routed(probabilities, 2)
+    weights, chosen = probabilities.topk(2)
+    routes = sort_rows(weights, chosen, 3)
     assert routes.ends.tolist() == [2, 3, 6] and routes.ends.dtype == torch.int32
     by_expert = [sorted(part.tolist()) for part in routes.tokens.tensor_split(routes.ends[:-1].long())]
     assert by_expert == [[1, 2], [0], [0, 1, 2]]
@@ -164,7 +165,7 @@ def test_an_expert_nobody_goes_to():
 
 def test_set_precision_runs_both_products_in_eight_bits_but_not_the_router(monkeypatch):
     moe, x = made(torch.bfloat16, hidden_size=32, moe_ffn_hidden_size=48), torch.randn(64, 32).bfloat16()
-    (expected, _), probabilities = moe(x), moe.router(x)
+    (expected, _), logits = moe(x), moe.router(x)
     multiply, multiplied = grouped_products.scaled_grouped_product, []
 
     def watched(codes, inverse, weight_codes, *rest):
@@ -177,7 +178,7 @@ def test_set_precision_runs_both_products_in_eight_bits_but_not_the_router(monke
     assert 20 < decibels(y.detach(), expected.detach()) < 45
     y.sum().backward()
     assert multiplied == [(E, 96, 32), (E, 32, 48), (E, 48, 32), (E, 32, 96)]  # by both weights, then by their transposes
-    assert moe.router(x).equal(probabilities)
+    assert moe.router(x).equal(logits)
     assert onepass.nn.fp8_state_dict(moe) == {}  # no scale outlasts a call
     onepass.nn.set_precision(moe, None)
     assert moe(x)[0].equal(expected) and len(multiplied) == 4

@@ -10,7 +10,7 @@ from onepass.gpt import moe as blocks
 from onepass.ops.activation import grouped as activation_grouped
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear, grouped_linear
-from onepass.ops.linear.routing import gather_tokens, route, scatter_tokens
+from onepass.ops.linear.routing import gather_tokens, scatter_tokens, sort_rows
 from onepass.product import gathered_rows
 from onepass.testing.mutants import copy_package, mutate
 
@@ -31,7 +31,7 @@ def routes_of(k, invalid=False):
     if invalid:
         chosen[3, 0] = EXPERTS + 1
     weights = weights.to(DEVICE).requires_grad_()
-    return weights, route(weights, chosen.to(DEVICE), EXPERTS)
+    return weights, sort_rows(weights, chosen.to(DEVICE), EXPERTS)
 
 
 def kept_by(function):

@@ -21,37 +21,19 @@ from onepass.nn.fp8_state import GroupedLayer
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear, grouped_linear
-from onepass.ops.linear.routing import Routes, count_tokens, gather_tokens, route
-
-
-def routed(probabilities: Tensor, k: int) -> Routes:
-    """Route each token to its k most probable experts. Their weights are the probabilities, normalised to sum to 1 if k > 1."""
-    weights, chosen = probabilities.topk(k, dim=1)
-    if k > 1:
-        weights = weights / weights.sum(1, keepdim=True)
-    return route(weights, chosen, probabilities.shape[1])
-
-
-def balance(probabilities: Tensor, k: int) -> Tensor:
-    """Return the load-balancing loss: experts x sum over experts of (share of the tokens x mean probability).
-
-    It is 1, its minimum, where all experts get equally many tokens.
-    """
-    tokens, experts = probabilities.shape
-    counts = count_tokens(probabilities.detach().topk(k, dim=1).indices.flatten(), experts)
-    return experts / max(tokens * tokens * k, 1) * (counts * probabilities.sum(0)).sum()
-
+from onepass.ops.linear.routing import Routes, gather_tokens, sort_rows
+from onepass.ops.routing.route import route
 
 # ---- modules ----
 
 
 class Router(WholeWeight):
-    """Each token's probabilities of the experts: a linear layer and a softmax, at least in fp32 whatever the model's dtype."""
+    """Each token's logits of the experts: a linear layer, at least in fp32 whatever the model's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return (x.to(wide) @ self.weight.to(wide).t()).softmax(-1)
+            return x.to(wide) @ self.weight.to(wide).t()
 
 
 class Experts(DividedParameters, GroupedLayer):
@@ -107,14 +89,15 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         c, group = self.config, self.tp_group
         flat = x.flatten(0, -2)
-        probabilities = self.router(flat)
-        if c.sequence_parallel:  # all ranks see all tokens; gradients of the routing weights are partial sums
-            flat, weighing = gather_sequence(flat, group), gather_sequence(probabilities, group)
-            probabilities = gather_sequence(probabilities, group, sum_gradient=False)
+        logits = self.router(flat)
+        if c.sequence_parallel:  # all ranks route all tokens
+            flat, logits = gather_sequence(flat, group), gather_sequence(logits, group, sum_gradient=False)
         else:
-            flat, weighing = copy_to_group(flat, group), copy_to_group(probabilities, group)
-        routes = routed(weighing, c.moe_router_topk)
+            flat = copy_to_group(flat, group)
+        k = c.moe_router_topk
+        routing = route(logits, k, normalise=k > 1, aux=c.moe_aux_loss_coeff or None)
+        weights = copy_to_group(routing.weights, group)  # gradients of the routing weights are partial sums
+        routes = sort_rows(weights, routing.chosen, logits.shape[1])
         y = gather_tokens(self.experts(flat, routes), routes)
         y = (reduce_scatter_sequence if c.sequence_parallel else sum_over_group)(y, group)
-        aux_loss = c.moe_aux_loss_coeff * balance(probabilities, c.moe_router_topk) if c.moe_aux_loss_coeff else None
-        return y.view(x.shape), aux_loss
+        return y.view(x.shape), routing.aux_loss

@@ -9,6 +9,7 @@ from onepass.nn.mlp import MLP
 from onepass.nn.norm import GatedRMSNorm, LayerNorm, RMSNorm
 from onepass.nn.norm_linear import NormLinear
 from onepass.nn.precision import fp8_saturations, fp8_state_dict, fp8_underflows, load_fp8_state_dict, set_precision
+from onepass.nn.router import Router
 from onepass.nn.sharding import sharded_state_dict
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LinearDivergence",
     "NormLinear",
     "RMSNorm",
+    "Router",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "fp8_saturations",

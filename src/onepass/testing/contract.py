@@ -33,6 +33,7 @@ from onepass.testing.subject import Subject, as_tuple, weighted_sum
 from onepass.testing.wrong_arguments import names_wrong_arguments
 
 _CLOSE = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2e-2, 2e-2), torch.float64: (1e-10, 1e-10)}  # rtol, atol
+_CLOSE |= {torch.int32: (0.0, 0.0), torch.int64: (0.0, 0.0)}
 
 
 def subjects(backend: str, device: torch.device) -> dict[str, Subject]:

@@ -30,7 +30,7 @@ def _maker(module: Make) -> Make:
     parameters = inspect.signature(module).parameters
     named = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     sizes = sum(p.default is p.empty for p in named) if named else 2  # Linear passes on what torch.nn.Linear takes
-    return partial(module, *(8, 16)[:sizes], **({"sequence_parallel": True} if "sequence_parallel" in parameters else {}))
+    return partial(module, *(8, 16, 2)[:sizes], **({"sequence_parallel": True} if "sequence_parallel" in parameters else {}))
 
 
 def has_the_same_parameters_anywhere(make: Make) -> None:

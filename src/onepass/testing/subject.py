@@ -43,7 +43,8 @@ class Subject:
 
 
 def as_tuple(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+    """Return the results as a tuple, without those that were not asked for."""
+    return tuple(y for y in found if y is not None) if isinstance(found, tuple) else (found,)
 
 
 def weighted_sum(ys: tuple[Tensor, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watch
 from onepass.ops.activation.activations import ACTIVATIONS, Activation
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear
-from onepass.ops.linear.routing import gather_tokens, route
+from onepass.ops.linear.routing import gather_tokens, sort_rows
 from onepass.runtime.dispatch import under_functorch
 
 _EXPERTS, _HIDDEN, _INNER, _TOKENS = 3, 4, 6, 5
@@ -44,7 +44,7 @@ class ExpertsMatch:
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         up, down = self.weights
-        routes = route(weights, chosen, up.shape[0])
+        routes = sort_rows(weights, chosen, up.shape[0])
         precision = precision_of(self.module)
         h = gathered_grouped_linear(x, up, routes, precision)
         options: dict[str, Any] = {"token_weight": routes.weights, "precision": precision}

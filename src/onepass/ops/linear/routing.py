@@ -35,14 +35,9 @@ class _Order(torch.autograd.Function):
         return torch.where(rows < 0, torch.nan, grad[rows.clamp(min=0)]), None, None
 
 
-def route(weights: Tensor, chosen: Tensor, experts: int) -> Routes:
+def sort_rows(weights: Tensor, chosen: Tensor, experts: int) -> Routes:
     """Sort rows by expert. chosen [T, k]: each token's experts; weights [T, k]: theirs; experts: how many there are."""
     return Routes(*_Order.apply(weights, chosen, experts))
-
-
-def count_tokens(chosen: Tensor, experts: int) -> Tensor:
-    """Count how often each expert is chosen. bincount would wait for the GPU."""
-    return (chosen.unsqueeze(-1) == torch.arange(experts, device=chosen.device)).sum(0)
 
 
 # ---- scatter and gather: each is the other's gradient, and neither needs atomics ----

@@ -1,0 +1,1 @@
+"""Routing of tokens to the experts of a mixture."""
