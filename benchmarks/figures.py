@@ -679,6 +679,11 @@ OPS_ROWS = [
         "rows of a table by their ids; the gradient goes to the rows of `main_grad` that were looked up, in a fixed order",
         "embedding",
     ),
+    (
+        "[`route`](docs/guide.md#routing-to-experts)",
+        "a router's choice of experts, weights, counts and losses in one kernel each way; groups, expert bias and capacity",
+        "route",
+    ),
     ("[`softmax`](docs/guide.md#softmax)", "scaled, masked or causal softmax of attention scores", "softmax"),
     (
         "[`dropout_add`](docs/guide.md#dropout)",

@@ -28,8 +28,8 @@ from onepass.ops.norm.gated_norm import gated_rms_norm
 from onepass.ops.norm.gated_norm_linear import gated_norm_linear
 from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
-from onepass.ops.routing.capacity import Capacity
 from onepass.ops.routing.route import route
+from onepass.ops.routing.routing import Routing
 from onepass.ops.softmax.softmax import softmax
 from onepass.product import lora_product as _lora_product  # noqa: F401  # enters products with adapters
 from onepass.product.fp8 import layer as _layer  # noqa: F401  # enters products in eight bits
@@ -57,13 +57,13 @@ _add_safe_globals([*_FROZEN, FP8Recipe])  # torch.load takes a module's weights 
 
 __version__ = _version("onepass")
 __all__ = [
-    "Capacity",
     "FP8Recipe",
     "FP8Target",
     "FP8Tensor",
     "FrozenWeight",
     "KeptRows",
     "LoRA",
+    "Routing",
     "activation_linear",
     "attention",
     "bias_activation",

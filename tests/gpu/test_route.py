@@ -128,9 +128,9 @@ def test_nobody_waits_and_one_kernel_each_way(options):
 @pytest.mark.parametrize("drop", ("probs", "position"))
 def test_a_capacity_waits_for_nobody(drop):
     logits, _ = inputs()
-    onepass.route(logits, 8, capacity=onepass.Capacity(1.0, drop))
+    onepass.route(logits, 8).with_capacity(1.0, drop)
     with nobody_waits():
-        routing = onepass.route(logits, 8, capacity=onepass.Capacity(1.0, drop))
+        routing = onepass.route(logits, 8).with_capacity(1.0, drop)
     kept = torch.zeros(129, dtype=torch.long, device="cuda").scatter_add(
         0, torch.where(routing.kept, routing.chosen, 128).flatten(), torch.ones(16384 * 8, dtype=torch.long, device="cuda")
     )

@@ -65,6 +65,13 @@ def test_rows_lie_by_expert(case, kind, by_formula, monkeypatch):
     assert is_right(token_rows, case, kind, invalid=True)
 
 
+@pytest.mark.parametrize("k", (1, 2))
+def test_choices_may_lie_apart(k):
+    chosen, weights = drawn(40, 7, 7)
+    expected = token_rows.order_rows(chosen[:, :k].contiguous(), weights[:, :k].contiguous(), 7)
+    assert all(map(torch.equal, token_rows.order_rows(chosen[:, :k], weights[:, :k], 7), expected))
+
+
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_no_tokens(dtype):
     by_row, owners, places, ends = token_rows.order_rows(

@@ -183,14 +183,17 @@ def by_hand(weights, chosen, experts, most, drop):
 def test_capacity(factor, drop, backend):
     logits = scores(2, 9, 8)
     plain = onepass.route(logits, 3, backend=backend)
-    routing = onepass.route(logits, 3, capacity=onepass.Capacity(factor, drop), backend=backend)
+    routing = plain.with_capacity(factor, drop)
     most = math.ceil(2 * 9 * 3 / 8 * factor)
     flat = [t.detach().flatten(0, 1) for t in plain[:2]]
     expected = by_hand(*flat, 8, most, drop).view(2, 9, 3)
     assert torch.equal(routing.kept, expected) and equal(routing[1:3], plain[1:3])
     assert torch.equal(routing.weights, plain.weights * expected)
     dy = torch.linspace(-1, 2, 54, device=DEVICE).view(2, 9, 3)
-    found, wanted = (torch.autograd.grad(t, logits, g)[0] for t, g in ((routing.weights, dy), (plain.weights, dy * expected)))
+    found, wanted = (
+        torch.autograd.grad(t, logits, g, retain_graph=True)[0]
+        for t, g in ((routing.weights, dy), (plain.weights, dy * expected))
+    )
     assert torch.equal(found, wanted)
 
 
@@ -198,7 +201,7 @@ def test_capacity(factor, drop, backend):
 def test_of_equal_weights_the_first_tokens_are_kept(backend):
     logits = torch.zeros(6, 2, device=DEVICE)
     for drop in ("probs", "position"):
-        routing = onepass.route(logits, 1, capacity=onepass.Capacity(1.0, drop), backend=backend)
+        routing = onepass.route(logits, 1, backend=backend).with_capacity(1.0, drop)
         assert routing.kept.flatten().tolist() == [True] * 3 + [False] * 3 and routing.counts.tolist() == [6, 0]
 
 
@@ -206,7 +209,7 @@ def test_of_equal_weights_the_first_tokens_are_kept(backend):
 def test_a_dropped_token_of_nan_is_zero(backend):
     logits = torch.zeros(4, 2, device=DEVICE)
     logits[3] = NAN
-    routing = onepass.route(logits, 1, capacity=onepass.Capacity(1.0, "position"), backend=backend)
+    routing = onepass.route(logits, 1, backend=backend).with_capacity(1, "position")
     assert routing.weights.isfinite().all()
 
 
@@ -309,8 +312,6 @@ def test_the_loss_is_that_of_transformers(backend):
 def test_explain_names_the_kernels():
     logits = torch.empty(64, 128, device=DEVICE, dtype=BF16)
     assert "16 tokens a program" in onepass.explain(onepass.route, logits, 8, backend="triton").variant
-    capacity = onepass.Capacity(1.0)
-    assert "sorts" in onepass.explain("route", logits, 8, capacity=capacity, backend="triton").variant
     assert "nothing to do" in onepass.explain("route", logits[:0], 8, backend="triton").variant
 
 
@@ -343,11 +344,20 @@ def test_what_the_kernels_do_not_take():
         (ValueError, ("groups", "from 1 to 4", "(4, 5)"), 2, {"groups": (4, 5)}),
         (ValueError, ("groups", "k = 4 experts", "(4, 1)"), 4, {"groups": (4, 1)}),
         (ValueError, ("bias", "(12,)", "(3, 12)"), 2, {"bias": torch.zeros(3, 12)}),
-        (TypeError, ("capacity", "Capacity", "1.5"), 2, {"capacity": 1.5}),
-        (TypeError, ("capacity.factor", "number", "'2'"), 2, {"capacity": onepass.Capacity("2")}),
-        (ValueError, ("capacity.factor", "above 0", "0"), 2, {"capacity": onepass.Capacity(0)}),
-        (ValueError, ("capacity.drop", "'position'", "'last'"), 2, {"capacity": onepass.Capacity(1, "last")}),
     ],
 )
 def test_what_is_wrong_is_said(raised, words, k, options):
     refused(onepass.route, (torch.zeros(3, 12), k), options, raised, words)
+
+
+@pytest.mark.parametrize(
+    ("raised", "words", "given"),
+    [
+        (TypeError, "factor must be a number, but is '2'", ("2",)),
+        (ValueError, "factor must be above 0 and finite, but is 0", (0,)),
+        (ValueError, "drop must be one of 'probs', 'position', but is 'last'", (1.0, "last")),
+    ],
+)
+def test_what_is_wrong_of_a_capacity_is_said(raised, words, given):
+    with pytest.raises(raised, match=words):
+        onepass.route(torch.zeros(3, 12), 2).with_capacity(*given)

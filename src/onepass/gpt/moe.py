@@ -27,7 +27,7 @@ from onepass.ops.routing.route import route
 # ---- modules ----
 
 
-class Router(WholeWeight):
+class RouterLogits(WholeWeight):
     """Each token's logits of the experts: a linear layer, at least in fp32 whatever the model's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class MoE(nn.Module):
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.tp_group = config, tp_group
-        self.router = Router(config, (config.num_moe_experts, config.hidden_size), start.of("router"), device)
+        self.router = RouterLogits(config, (config.num_moe_experts, config.hidden_size), start.of("router"), device)
         self.experts = Experts(config, tp_group, start.of("experts"), device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -90,7 +90,7 @@ def _sum_kernel(
 
 def _order(chosen: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sorted rows' weights and tokens, each token's places, and the ends."""
-    flat = chosen.reshape(-1)
+    flat = chosen.reshape(-1).contiguous()
     by_formula = not flat.numel() or experts > MOST_EXPERTS or triton_unsupported(flat) is not None
     items, places, ends = (_sorted_by_formula if by_formula else _sorted)(flat, experts)
     tokens = items.div(chosen.shape[-1], rounding_mode="floor")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from onepass.nn.linear import check_input
 from onepass.nn.norm import MarkedParameters
-from onepass.ops.routing.capacity import Capacity
-from onepass.ops.routing.route import Routing, route
+from onepass.ops.routing.route import route
+from onepass.ops.routing.routing import Routing
 
 
 class Router(MarkedParameters):
@@ -27,11 +27,11 @@ class Router(MarkedParameters):
         hidden_size: the size of x's last dimension.
         num_experts: how many there are.
         k: how many see a token.
-        score, normalise, groups, scale, aux, z, capacity: as in `onepass.route`.
         expert_bias: have a buffer of that name, of fp32 zeros at first, which is added to scores where experts are chosen.
         sequence_parallel: mark weight as Megatron does. Its gradient is a partial sum, to be reduced over the ranks of a sequence
             (`onepass.parallel.reduce_sequence_parallel_grads`).
         device, dtype: of weight.
+        options: ``score``, ``normalise``, ``groups``, ``scale``, ``aux`` and ``z``, as in `onepass.route`.
     """
 
     weight: nn.Parameter
@@ -44,23 +44,15 @@ class Router(MarkedParameters):
         num_experts: int,
         k: int,
         *,
-        score: str = "softmax",
         expert_bias: bool = False,
-        normalise: bool = True,
-        groups: tuple[int, int] | None = None,
-        scale: float = 1.0,
-        aux: float | None = None,
-        z: float | None = None,
-        capacity: Capacity | None = None,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.k, self.sequence_parallel = k, sequence_parallel
-        self.options: dict[str, Any] = {
-            "score": score, "normalise": normalise, "groups": groups, "scale": scale, "aux": aux, "z": z, "capacity": capacity,
-        }  # fmt: skip
+        self.options = options
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
@@ -95,7 +87,6 @@ class Router(MarkedParameters):
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape
-        parts = [f"hidden_size={hidden}", f"num_experts={experts}", f"k={self.k}", f"score={self.options['score']!r}"]
+        parts = [f"hidden_size={hidden}", f"num_experts={experts}", f"k={self.k}"]
         parts += ["expert_bias=True"] * (self.expert_bias is not None)
-        named = {"normalise": True, "groups": None, "scale": 1.0, "aux": None, "z": None, "capacity": None}
-        return ", ".join(parts + [f"{name}={self.options[name]}" for name, usual in named.items() if self.options[name] != usual])
+        return ", ".join(parts + [f"{name}={value!r}" for name, value in self.options.items()])

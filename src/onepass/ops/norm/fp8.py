@@ -11,6 +11,7 @@ Kernels  A row's own scale needs y's largest magnitude, and y needs the row's st
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -338,10 +339,9 @@ def _output(
 
 
 def _output_fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, underflowed: Tensor | None,
-    options: NormOptions, dtype: torch.dtype, use_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    *_, dtype, _use_triton = rest
     inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if scale is None else torch.empty_like(scale)
     return x.new_empty(x.shape, dtype=dtype), inverse, None if residual is None else x.new_empty(x.shape)
 

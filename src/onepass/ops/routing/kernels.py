@@ -349,7 +349,7 @@ def _forward_plan(C: int, row: int, options: RouteOptions) -> tuple[RouteTiles, 
 @lru_cache(4096)
 def _backward_plan(C: int, row: int, dw_row: int, options: RouteOptions) -> tuple[int, Bound]:
     """Rows a program, and the kernel."""
-    tiles, align = _tiles(C, 1024, 8, 4), known_align(C, row)
+    tiles, align = _tiles(C, 1024, 8, 3), known_align(C, row)
     bound: Bound = _route_backward_kernel.bind(
         C, row, dw_row, options.scale, (options.aux or 0.0) * C / options.k, options.z or 0.0,
         options.sigmoid, options.normalise, options.k, tiles.block_c == C, align, tiles.block_m, tiles.block_c,

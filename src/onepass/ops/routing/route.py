@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.kernels.language import kernels_unsupported
-from onepass.ops.routing.capacity import Capacity, check_capacity, find_kept
 from onepass.ops.routing.kernels import WIDEST, RouteOptions, forward_tiles, route_backward, route_forward
+from onepass.ops.routing.routing import Routing
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
@@ -34,17 +34,6 @@ from onepass.runtime.sharding import PARTIAL, WHOLE, Layout, Split, has_dtensor,
 
 _TINY = 1e-20  # added to a sum of sigmoids, which may be 0
 _SCORES = ("softmax", "sigmoid")
-
-
-class Routing(NamedTuple):
-    """What a router sends where. All but weights and losses have no gradient."""
-
-    weights: Tensor  # [..., k] fp32 (fp64 of fp64 logits), of the best expert first; 0 of what is dropped
-    chosen: Tensor  # [..., k] int64, the experts
-    counts: Tensor  # [E] int32: how often each expert was chosen, dropped or not
-    aux_loss: Tensor | None = None
-    z_loss: Tensor | None = None
-    kept: Tensor | None = None  # [..., k] bool, with a capacity: what is not dropped
 
 
 def route_reference(
@@ -59,7 +48,7 @@ def route_reference(
     aux: float | None = None,
     z: float | None = None,
 ) -> Routing:
-    """The formula, for every type, without a capacity."""
+    """The formula, for every type."""
     return _formula(logits, bias, _options(k, score, normalise, groups, scale, aux, z))
 
 
@@ -110,7 +99,7 @@ def _choose(x: Tensor, scores: Tensor, bias: Tensor | None, options: RouteOption
         kept = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)
         kept_first = kept.gather(-1, order // grouped.shape[-1]).sort(dim=-1, descending=True, stable=True).indices
         order = order.gather(-1, kept_first)
-    return order[..., : options.k]
+    return order[..., : options.k].contiguous()
 
 
 # ---- registered ops ----
@@ -177,13 +166,12 @@ def unsupported(logits: Tensor, **options: Any) -> str | None:
     return kernels_unsupported("logits", logits)
 
 
-def variant(logits: Tensor, *, capacity: Capacity | None = None, **options: Any) -> str:
+def variant(logits: Tensor, **options: Any) -> str:
     """Which kernels a call runs, and their tiles."""
     if not logits.numel():
         return "the PyTorch formula, as there is nothing to do"
     tokens = forward_tiles(logits.shape[-1]).block_m
-    description = f"one kernel forward, {tokens} tokens a program at a time, and one backward; keeps logits and chosen"
-    return description if capacity is None else f"{description}; PyTorch's sorts say what is dropped"
+    return f"one kernel forward, {tokens} tokens a program at a time, and one backward; keeps logits and chosen"
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -210,8 +198,6 @@ def _check(given: Mapping[str, Any]) -> None:
         check_number(name, value, optional)
         if not (least <= value < math.inf and value > -math.inf):  # isfinite would break a compiled graph
             raise ValueError(f"{name} must be finite{'' if least < 0 else ' and at least 0'}, but is {value!r}")
-    if given["capacity"] is not None:
-        check_capacity(given["capacity"])
 
 
 def _is_int(value: object) -> bool:
@@ -229,10 +215,9 @@ def _check_groups(groups: object, k: int, E: int) -> None:
 
 
 def shard_route(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
-    """Tokens are divided. Losses and a capacity are of all tokens: with them logits are whole."""
+    """Tokens are divided. Losses are of all tokens: with them logits are whole."""
     logits = given["logits"]
-    alone = given["aux"] is None and given["z"] is None and given["capacity"] is None
-    rows = leading_split(at["logits"], logits) if alone else WHOLE
+    rows = leading_split(at["logits"], logits) if given["aux"] is None and given["z"] is None else WHOLE
     own = split_output(rows, logits)
     counts = WHOLE if rows == WHOLE else PARTIAL
     return Layout({"logits": rows, "bias": WHOLE}, outputs=[own, own, counts, WHOLE, WHOLE, WHOLE])
@@ -249,7 +234,6 @@ def route(
     scale: float = 1.0,
     aux: float | None = None,
     z: float | None = None,
-    capacity: Capacity | None = None,
     backend: str | None = None,
 ) -> Routing:
     """Choose each token's k experts and weight them; count the experts' tokens; compute a router's losses.
@@ -269,17 +253,16 @@ def route(
         scale: multiplies the weights.
         aux: coefficient of the load-balancing loss, which is ``aux`` where all experts get equally many tokens; None: no loss.
         z: coefficient of the z-loss, the mean square of the logits' logsumexp; None: no loss.
-        capacity: a `onepass.Capacity`, the most tokens an expert takes: weights of others become 0. None drops none.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        `Routing`: ``.weights`` and ``.chosen`` ``[..., k]``, ``.counts`` ``[E]``, ``.aux_loss``, ``.z_loss``, and with a capacity
-        ``.kept`` ``[..., k]``. Weights and losses are fp32. Losses and counts are over all of this rank's tokens. Writing to
-        chosen in place makes backward raise.
+        `onepass.Routing`: ``.weights`` and ``.chosen`` ``[..., k]``, ``.counts`` ``[E]``, ``.aux_loss`` and ``.z_loss``. Weights
+        and losses are fp32. Losses and counts are over all of this rank's tokens. ``.with_capacity(factor)`` drops what is beyond
+        an expert's capacity. Writing to chosen in place makes backward raise.
     """
     given = {
         "logits": logits, "k": k, "score": score, "bias": bias, "normalise": normalise, "groups": groups, "scale": scale,
-        "aux": aux, "z": z, "capacity": capacity,
+        "aux": aux, "z": z,
     }  # fmt: skip
     if has_dtensor(logits, bias):
         return run_on_shards("route", **given, backend=backend)  # type: ignore[no-any-return]
@@ -289,14 +272,9 @@ def route(
         return run_other("route", chosen, **given)  # type: ignore[no-any-return]
     options = _options(k, score, normalise, groups, scale, aux, z)
     if chosen == "torch" or logits.numel() == 0:
-        routing = _formula(logits, bias, options)
-    else:
-        by_kernels = _apply if needs_grad(logits) else _forward
-        routing = Routing(*by_kernels(logits, None if bias is None else bias.detach(), options))
-    if capacity is None:
-        return routing
-    kept = find_kept(routing.weights.detach(), routing.chosen, routing.counts, capacity)
-    return routing._replace(weights=torch.where(kept, routing.weights, 0.0), kept=kept)
+        return _formula(logits, bias, options)
+    by_kernels = _apply if needs_grad(logits) else _forward
+    return Routing(*by_kernels(logits, None if bias is None else bias.detach(), options))
 
 
 define_op(
