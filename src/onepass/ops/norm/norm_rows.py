@@ -125,8 +125,9 @@ def _forward(
 
 def _forward_fake(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor],
-    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, recipe: FP8Recipe,
+    residual: Tensor | None, options: NormOptions, *rest: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    _use_triton, product, keep, recipe = rest
     stats = new_stats(x, math.prod(x.shape[:-1]), options.layer) if keep else None
     return *forward_fake(x, weights, recipe, product), None if residual is None else x.new_empty(x.shape), stats
 
