@@ -139,16 +139,22 @@ class LinearsMatch:
             first += size
         if any([adapter.dropout != adapters[0].dropout for adapter in adapters]):  # adapters of one product share the mask
             return False
+        self._found.pop(thread(), None)
         if wrapped:
             self._found[thread()] = adapters
         return not self.frozen or ((self.whole is not None or torch.is_grad_enabled()) and not torch.compiler.is_compiling())
 
     def change(self) -> str | None:
         """Return why they are not intact, or None."""
-        if self.intact():
+        intact = self.intact()
+        self._found.pop(thread(), None)  # nobody calls the layers now: PEFT may take its own off before somebody does
+        if intact:
             return None
-        children = [child for name in self.names if is_lora(child := self.owner._modules.get(name))]
-        return next((why for child in children if isinstance(why := lora_of(child), str)), LINEARS_CHANGED)
+        found = [lora_of(child) for name in self.names if is_lora(child := self.owner._modules.get(name))]
+        if any(isinstance(lora, str) for lora in found):
+            return next(lora for lora in found if isinstance(lora, str))
+        rates = {one.dropout for lora in found for one in lora}  # type: ignore[union-attr]
+        return "its LoRAs have other rates of dropout, and each a product of its own" if len(rates) > 1 else LINEARS_CHANGED
 
     @staticmethod
     def _plain_lora(child: nn.Module | None, module: nn.Module) -> list[LoRA] | None:
@@ -168,9 +174,9 @@ class LinearsMatch:
 
         To look twice takes 3 % of a step's time on the CPU.
         """
+        found = self._found.pop(thread(), None)
         if not self.are_wrapped():
             return []
-        found = self._found.pop(thread(), None)
         if found is None:  # another call has taken them
             self.intact()
             found = self._found.pop(thread(), [])

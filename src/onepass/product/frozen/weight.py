@@ -3,7 +3,7 @@
 Memory   the decoded weight is memory of one call, which PyTorch's allocator hands from layer to layer: no stream, thread or CUDA
          graph shares a buffer that another writes. Backward decodes again. Nothing of the weight's size is saved.
 Others   the weight is a tensor of a product's type and of shape [N, K]. Operators of PyTorch get it decoded, so that formulas and
-         tools work. Copies, moves to a device and pickles have the codes.
+         tools work. Copies, moves to a device and torch.save have the codes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class FrozenWeight(Tensor):
         if func in _KEEP_CODES:
             return _KEEP_CODES[func](*args, **kwargs)
         if func._schema.is_mutable and isinstance(args[0], FrozenWeight):
-            raise RuntimeError("a frozen weight is kept in few bits and can't be written in place: freeze another")
+            hint = "freeze another, or, to merge adapters, save them and merge them into the model as it was loaded"
+            raise RuntimeError(f"a frozen weight is kept in few bits and can't be written in place: {hint}")
         args, kwargs = tree_map_only(FrozenWeight, lambda weight: weight.decoded(weight.dtype), (args, kwargs))
         return func(*args, **kwargs)
 
