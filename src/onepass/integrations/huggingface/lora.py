@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -19,15 +18,8 @@ class LoRAMatch:
     module: nn.Module
 
     def change(self) -> str | None:
-        adapters: Any = lora_of(self.module)
-        layer: Any = self.module
-        if isinstance(adapters, str):
-            return adapters
-        if layer.merged:
-            return "its LoRA is merged into the weight"
-        if layer.disable_adapters:
-            return "its LoRA is disabled"
-        return None if adapters else "none of its adapters is active"
+        adapters = lora_of(self.module)
+        return adapters if isinstance(adapters, str) else None
 
 
 def replace_lora(model: nn.Module, patches: Patches) -> list[AppliedRow]:
