@@ -173,11 +173,10 @@ def store_statistics(stats_ptr, row, M, mean, rstd, LAYER: tl.constexpr):
 
 
 @device_function
-def store_piece(y_ptr, h_ptr, columns, inside, y, x, CACHE: tl.constexpr):
-    """Store a piece of y or of its codes, and of h, which is x here, where there is a residual."""
-    if h_ptr is not None:
-        tl.store(h_ptr + columns, x, mask=inside, cache_modifier=CACHE)
-    tl.store(y_ptr + columns, y, mask=inside, cache_modifier=CACHE)
+def store_piece(out_ptr, columns, inside, piece, CACHE: tl.constexpr):
+    """Store a piece of a row where it is asked for: h's before y is computed, so that registers hold one of them."""
+    if out_ptr is not None:
+        tl.store(out_ptr + columns, piece, mask=inside, cache_modifier=CACHE)
 
 
 @kernel
@@ -203,13 +202,15 @@ def _long_kernel(
             columns = AGAIN + i * BLOCK_H + lanes
             inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
             h = still_packed(held[i])
+            store_piece(h_ptr, columns, inside, h, CACHE)
             y = normed_piece(weight_ptr, bias_ptr, columns, inside, h, mean, rstd, LAYER, CENTERED)
-            store_piece(y_ptr, h_ptr, columns, inside, y, h, CACHE)
+            store_piece(y_ptr, columns, inside, y, CACHE)
         for back in range(0, AGAIN, BLOCK_H):
             columns = AGAIN - BLOCK_H - back + lanes
             h = row_piece(x_ptr, residual_ptr, h_ptr, columns, whole, "evict_first")
+            store_piece(h_ptr, columns, whole, h, CACHE)
             y = normed_piece(weight_ptr, bias_ptr, columns, whole, h, mean, rstd, LAYER, CENTERED)
-            store_piece(y_ptr, h_ptr, columns, whole, y, h, CACHE)
+            store_piece(y_ptr, columns, whole, y, CACHE)
 
 
 # ---- tiles ----

@@ -129,15 +129,17 @@ def long_codes_kernel(
         columns = AGAIN + i * BLOCK_H + lanes
         inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
         x = still_packed(held[i])
+        store_piece(h_ptr, columns, inside, x, CACHE)
         y = normed_piece(weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER, CENTERED)
-        store_piece(codes_ptr, h_ptr, columns, inside, operand_codes(y, scale, E5M2), x, CACHE)
+        store_piece(codes_ptr, columns, inside, operand_codes(y, scale, E5M2), CACHE)
         if amax_ptr is not None:
             sizes = _sizes_of(sizes, y, inside, AGAIN + (i + 1) * BLOCK_H <= H)
     for turn in range(0, AGAIN, BLOCK_H):  # in the other direction than the last time
         columns = (turn if inverse_ptr is not None else AGAIN - BLOCK_H - turn) + lanes
         x = row_piece(x_ptr, residual_ptr, h_ptr, columns, whole, "evict_first")
+        store_piece(h_ptr, columns, whole, x, CACHE)
         y = normed_piece(weight_ptr, bias_ptr, columns, whole, x, mean, rstd, LAYER, CENTERED)
-        store_piece(codes_ptr, h_ptr, columns, whole, operand_codes(y, scale, E5M2), x, CACHE)
+        store_piece(codes_ptr, columns, whole, operand_codes(y, scale, E5M2), CACHE)
         if amax_ptr is not None:
             sizes = _sizes_of(sizes, y, whole, True)
     if amax_ptr is not None:
