@@ -203,6 +203,8 @@ def _route_kernel(
             share_sums += tl.where(inside, shares, 0.0)
         if Z:
             lse = most + tl.log2(total) * LN_2
+            infinite = (tl.abs(most) == float("inf")) & (tl.max((x != x).to(tl.int32), 1) == 0)
+            lse = tl.where(infinite, most, lse)  # as torch.logsumexp, and not the softmax's NaN
             square_sums += tl.where(real, lse * lse, 0.0)
     tl.atomic_add(counters_ptr + columns, tl.sum(count_sums, 0), mask=within, sem="relaxed")
     if AUX:
