@@ -158,6 +158,7 @@ def main_cases():
         replace(plain, size=20.0, score="sigmoid"), replace(plain, size=1e-3), replace(plain, quiet="weights"),
         replace(plain, quiet="weights", score="sigmoid"), replace(plain, quiet="aux"),
         replace(plain, quiet="aux z", score="sigmoid"), replace(plain, k=40, bias=1.0, score="sigmoid"),
+        replace(plain, k=40, bias=1.0),
     ]  # fmt: skip
     return cases
 

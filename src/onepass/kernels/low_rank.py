@@ -217,7 +217,7 @@ def _shrink_plan(
     x_row, *of_w = strides
     E, block_e = groups
     both = bool(E and threshold)  # more would not fit in registers
-    block_m, block_r = 32, _rank_block(R, 32 if wide else 64 if both else 128)
+    block_m, block_r = 16 if wide and both else 32, _rank_block(R, 32 if wide else 64 if both else 128)
     block_c = 32 if wide and both else 64 if wide or both or block_r > 64 else 128
     dropped, keep_scale = probability(threshold)
     sizes = x_row, C, R, *of_w, E, scale * (keep_scale or 1.0), dropped

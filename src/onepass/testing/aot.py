@@ -177,6 +177,7 @@ ALLOWED_SPILLS = {
     ("loss.whole_row_kernels both", "cross_entropy rows 2048x128256 softcap and smoothing", 90): 4,
     ("norm.fp8 long_codes", "fp8 norm rms 2048x20480 residual", 100): 1,
     ("norm.fp8 long_codes", "fp8 norm rms 2048x12288 residual", 100): 2,
+    ("kernels.low_rank shrink", "adapters of rank 48, 6144 wide, by documents, dropout, seed in memory", 80): 2,
     ("norm.fp8 long_codes", "fp8 norm layer 2048x4096", 100): 1,
     ("norm.fp8 long_codes", "fp8 norm layer 2048x4096 e5m2", 100): 1,
 }

@@ -244,8 +244,8 @@ def _route_backward_kernel(
 ):  # fmt: skip
     """Of gradients that are None nothing is computed.
 
-    A softmax's gradient q (dw - sum q dw) is that of dw less any constant. Less the best expert's, whose q may be nearly 1, it
-    doesn't cancel.
+    A softmax's gradient q (dw - sum q dw) is that of dw less any constant. Less the likeliest expert's, whose q may be nearly
+    1, it doesn't cancel.
     """
     C, ROW = aligned(C, ALIGN), aligned(ROW, ALIGN)
     AUX: tl.constexpr = daux_ptr is not None
@@ -262,7 +262,9 @@ def _route_backward_kernel(
     dx = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     is_best = columns[None, :] == tl.load(chosen_ptr + rows * K, mask=real, other=-1).to(tl.int32)[:, None]
     if WEIGHTS:
-        best = tl.load(dweights_ptr + rows * DW_ROW, mask=real, other=0.0).to(tl.float32) * scale if NORMALISE else 0.0
+        best = 0.0
+        if NORMALISE and SIGMOID:
+            best = tl.load(dweights_ptr + rows * DW_ROW, mask=real, other=0.0).to(tl.float32) * scale
         taken = tl.zeros([BLOCK_M, BLOCK_C], tl.int1)
         dw = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
         for j in range(K):
@@ -298,6 +300,8 @@ def _route_backward_kernel(
         if WEIGHTS and NORMALISE:
             e_taken, sum_taken, _ = _softmax_terms(tl.where(taken, x, float("-inf")))
             q = e_taken * _reciprocal(sum_taken)[:, None]
+            likeliest = taken & (q == tl.max(q, 1)[:, None])
+            dw = tl.where(taken, dw - tl.max(tl.where(likeliest, dw, float("-inf")), 1)[:, None], 0.0)
             dx = q * (dw - tl.sum(q * dw, 1)[:, None])
         if AUX or (WEIGHTS and not NORMALISE):
             dp = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
