@@ -30,7 +30,7 @@ BAD = {  # the call's arguments, its error, what is said: the argument, what it 
     "lora.b of another rank": ((x, w, y), {"lora": LORA(w[:2], w)}, ValueError, ("lora.b must have shape (6, 2)", "(6, 4)")),
     "lora.a a vector": ((x, w, y), {"lora": LORA(w[0], w)}, ValueError, ("lora.a must have shape", "(4,)")),
     "lora.a of another type": (
-        (x, w, y), {"lora": LORA(w[:2].to(BF16), w[:, :2])}, TypeError, ("lora.a must have hidden's type", "fp32", "bfloat16"),
+        (x, w, y), {"lora": LORA(w[:2].to(BF16), w[:, :2])}, TypeError, ("lora.a must have hidden's type", "float32", "bfloat16"),
     ),
     "lora.b elsewhere": (
         (x, w, y), {"lora": LORA(w[:2], w[:, :2].to("meta"))}, ValueError, ("lora.b must be on cpu", "hidden", "meta"),

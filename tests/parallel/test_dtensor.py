@@ -272,6 +272,7 @@ def test_modules(group):
         nn.MLP(16, 32, "swiglu"): [x],
         nn.NormLinear(16, 8): [x],
         nn.RMSNorm(16): [x],
+        nn.Router(16, 8, 2): [x],
         nn.RowParallelLinear(16, 8): [x],
         nn.VocabParallelEmbedding(30, 16): [ids],
     }

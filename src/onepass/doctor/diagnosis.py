@@ -394,7 +394,8 @@ def _run(function: Callable[..., Any], frozen: int, *tensors: Tensor) -> list[Te
     asked = [tensor.is_floating_point() and i < len(tensors) - frozen for i, tensor in enumerate(tensors)]
     leaves = [tensor.detach().requires_grad_(ask) for tensor, ask in zip(tensors, asked, strict=True)]
     result = function(*leaves)
-    ys = (result,) if isinstance(result, Tensor) else result
+    results = (result,) if isinstance(result, Tensor) else result
+    ys = [y for y in results if y is not None and y.is_floating_point()]
     torch.autograd.backward(ys, list(map(weights_of, ys)))
     return [*(y.detach() for y in ys), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -106,7 +106,7 @@ class GatedMLPRows(NamedTuple):
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
-        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True,
+        *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True, u: Tensor | None = None,
     ) -> PrologueGradients:  # fmt: skip
         of_norm, (packed, inverse, scale, factors, *weights) = kept[:_NORM], kept[_NORM:]
         if drows is None:  # h alone was used

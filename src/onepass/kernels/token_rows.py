@@ -92,12 +92,12 @@ def _order(chosen: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tenso
     """Return the sorted rows' weights and tokens, each token's places, and the ends."""
     flat = chosen.reshape(-1).contiguous()
     by_formula = not flat.numel() or experts > MOST_EXPERTS or triton_unsupported(flat) is not None
-    items, places, ends = (_sorted_by_formula if by_formula else _sorted)(flat, experts)
+    items, places, ends = (_sorted_by_formula if by_formula else sorted_items)(flat, experts)
     tokens = items.div(chosen.shape[-1], rounding_mode="floor")
     return weights.reshape(-1).index_select(0, items), tokens, places.view(chosen.shape), ends
 
 
-def _sorted(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_items(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of the items in their experts' order, the place of each item there, and the ends."""
     N = flat.numel()
     block_e = power_of_two(experts + 1)

@@ -38,6 +38,7 @@ from onepass.kernels.decode import decode_four_bits, decode_int8
 from onepass.kernels.fp8 import new_notes
 from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.kernels.launch import Bound, Kernel
+from onepass.kernels.token_rows import sorted_items, sum_rows
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.formula import ActivationOptions
@@ -232,6 +233,7 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
     for width in (208, 5008, 12304, 70000):
         yield f"fp8 norm 37x{width}", partial(_fp8_norms, draw(37, width).detach())
     yield "decode", partial(_decodes, device)
+    yield "experts' rows", partial(_experts_rows, draw(37 * 3, 203).detach())
     yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
     yield "adamw", partial(_adamw_step, device)
 
@@ -245,6 +247,13 @@ def _decodes(device: torch.device) -> None:
         decode_four_bits(out, codes, table, absmax.mul(255).to(torch.uint8), absmax, 64, 256)
     rows = torch.arange(37 * 203, device=device).to(torch.int8).view(37, 203)
     decode_int8(torch.empty(37, 203, device=device), rows, torch.rand(37, device=device), 1 / 127)
+
+
+def _experts_rows(x: Tensor) -> None:
+    """Sort the rows of 37 tokens, some of which choose experts that there aren't, and sum them."""
+    chosen = torch.arange(x.shape[0], device=x.device).mul_(7).remainder_(19).view(37, 3) - 1
+    sorted_items(chosen.view(-1), 17)
+    sum_rows(x, chosen.int())
 
 
 def _fp8_casts(*xs: Tensor) -> None:
