@@ -69,7 +69,7 @@ def test_losses_and_gradients(group, wrapped, what):
 
 
 @pytest.mark.parametrize("wrapped", ("DDP", "fully_shard"))
-def test_adapters(group, wrapped, monkeypatch):
+def test_adapters(group, wrapped):
     """PEFT's adapters are in the products, and have the gradients of one process."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
@@ -80,12 +80,13 @@ def test_adapters(group, wrapped, monkeypatch):
     (sum(losses) / len(losses)).backward()
     huggingface.apply(model)
     adapters = []
-    for name in ("linear", "norm_linear"):
-        stock = getattr(linears, name)
-        monkeypatch.setattr(linears, name, lambda *a, lora, s=stock, **o: adapters.append(len(lora)) or s(*a, lora=lora, **o))
     called = DistributedDataParallel(model) if wrapped == "DDP" else fully_sharded(model.get_base_model())
     mine = batches[group.rank()]
-    loss = called(input_ids=mine, labels=mine).loss
+    with pytest.MonkeyPatch.context() as patch:  # a rank goes on to other tests
+        for name in ("linear", "norm_linear"):
+            stock = getattr(linears, name)
+            patch.setattr(linears, name, lambda *a, lora, s=stock, **o: adapters.append(len(lora)) or s(*a, lora=lora, **o))
+        loss = called(input_ids=mine, labels=mine).loss
     loss.backward()
     together = 2 * [3, 2]  # q, k and v; gate and up, which FSDP gathers each by itself
     assert adapters == (together if wrapped == "DDP" else sum(together) * [1])
