@@ -24,7 +24,7 @@ MUTANTS = {
     "documents' scales by the first": (low_rank, "_shrink_kernel", "scales_ptr + e * R", "scales_ptr + 0 * R"),
     "a scale left out": (low_rank, "_shrink_kernel", "t *= scale", "t *= 1.0"),
     "the bias lost": (low_rank, "_expand_kernel", "y += tl.load(start_ptr", "y += 0 * tl.load(start_ptr"),
-    "dropped numbers are not made up for": (low_rank, "_shrink_plan", "scale * (keep_scale or 1.0)", "scale"),
+    "dropped numbers are not made up for": (low_rank, "_bind_shrink", "scale * (keep_scale or 1.0)", "scale"),
     "another mask for da": (low_rank, "_gradient_kernel", "keep_mask(seed, rows + FIRST", "keep_mask(seed + 1, rows + FIRST"),
     "another mask for dx": (low_rank, "_expand_kernel", "load_seed(seed_ptr, SEED), rows + FIRST", "load_seed(seed_ptr, SEED), rows + FIRST + 1"),
     "da of all rows": (adapters, "MaskedAdapters.gradient_of_a", "self.dropout._replace(first_row=first_row or 0)", "NO_DROPOUT"),

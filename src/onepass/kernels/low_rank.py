@@ -209,22 +209,28 @@ Sizes = tuple[int, ...]
 
 
 @lru_cache(1024)
+def _bind_shrink(C: int, R: int, strides: Sizes, factors: tuple[float, int], groups: Sizes, tile: Sizes, parts: int) -> Bound:
+    x_row, *of_w = strides
+    (scale, threshold), (E, block_e) = factors, groups
+    dropped, keep_scale = probability(threshold)
+    sizes = x_row, C, R, *of_w, E, scale * (keep_scale or 1.0), dropped
+    bound: Bound = _shrink_kernel.bind(*sizes, known_align(x_row, C), block_e, *tile, parts)
+    return bound
+
+
+@lru_cache(4096)
 def _shrink_plan(
     shape: Sizes, strides: Sizes, scale: float, threshold: int, groups: Sizes, wide: bool, multiprocessors: int
 ) -> tuple[Bound, Grid, int]:
     """Return the bound kernel, its grid, and how many programs share a row. Blocks of few rows, as nothing else is parallel."""
     M, C, R = shape
-    x_row, *of_w = strides
-    E, block_e = groups
-    both = bool(E and threshold)  # more would not fit in registers
+    both = bool(groups[0] and threshold)  # more would not fit in registers
     block_m, block_r = 16 if wide and both else 32, _rank_block(R, 32 if wide else 64 if both else 128)
     block_c = 32 if wide and both else 64 if wide or both or block_r > 64 else 128
-    dropped, keep_scale = probability(threshold)
-    sizes = x_row, C, R, *of_w, E, scale * (keep_scale or 1.0), dropped
     across, down, parts = ceil_div(R, block_r), ceil_div(M, block_m), 1
     while parts < 8 and 2 * parts * across * down <= 4 * multiprocessors and 8 * parts * block_c <= C:
         parts *= 2
-    bound = _shrink_kernel.bind(*sizes, known_align(x_row, C), block_e, block_m, block_c, block_r, parts)
+    bound = _bind_shrink(C, R, strides, (scale, threshold), groups, (block_m, block_c, block_r), parts)
     return bound, grid_of(parts * across, down), parts
 
 
