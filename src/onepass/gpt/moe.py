@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from onepass.distributed.collectives import copy_to_group, gather_sequence, redu
 from onepass.gpt.config import Config
 from onepass.gpt.parts import Initializer, WholeWeight, plain_activation
 from onepass.nn.fp8_state import GroupedLayer
+from onepass.nn.router import router_logits
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear, grouped_linear
@@ -31,9 +31,7 @@ class RouterLogits(WholeWeight):
     """Each token's logits of the experts: a linear layer, at least in fp32 whatever the model's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            return x.to(wide) @ self.weight.to(wide).t()
+        return router_logits(x, self.weight)
 
 
 class Experts(DividedParameters, GroupedLayer):

@@ -14,6 +14,13 @@ from onepass.ops.routing.route import route
 from onepass.ops.routing.routing import Routing
 
 
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T, at least in fp32 whatever their types and autocast."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        return x.to(wide) @ weight.to(wide).t()
+
+
 class Router(MarkedParameters):
     """Send each token to k of a mixture's experts, by `onepass.route`. Logits are at least fp32, whatever x and weight are.
 
@@ -67,10 +74,7 @@ class Router(MarkedParameters):
     def forward(self, x: Tensor) -> Routing:
         """Return the routing of x ``[..., hidden_size]``."""
         check_input(x, self.weight.shape[1], "hidden_size")
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = x.to(wide) @ self.weight.to(wide).t()
-        return route(logits, self.k, bias=self.expert_bias, **self.options)
+        return route(router_logits(x, self.weight), self.k, bias=self.expert_bias, **self.options)
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor, rate: float = 1e-3) -> None:
