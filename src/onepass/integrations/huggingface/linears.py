@@ -151,8 +151,9 @@ class LinearsMatch:
         if intact:
             return None
         found = [lora_of(child) for name in self.names if is_lora(child := self.owner._modules.get(name))]
-        if any(isinstance(lora, str) for lora in found):
-            return next(lora for lora in found if isinstance(lora, str))
+        for lora in found:
+            if isinstance(lora, str):
+                return lora
         rates = {one.dropout for lora in found for one in lora}  # type: ignore[union-attr]
         return "its LoRAs have other rates of dropout, and each a product of its own" if len(rates) > 1 else LINEARS_CHANGED
 
