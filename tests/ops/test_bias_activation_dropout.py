@@ -105,7 +105,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead
     "rows numbered in their strip": (kernels, "_backward_kernel", "rows, tile", "rows - strip * ROWS, tile"),
     "seed of another call in backward": (kernels, "_backward_kernel", "(seed_ptr, SEED)", "(seed_ptr, SEED) + 1"),
     "narrow tiles of too few rows": (kernels, "_forward_plan", "ceil_div(M, tiles.block_m)", "tiles.down"),
-    "last arriver sums a strip too few": (strips, "sum_strips", " < STRIPS", " < STRIPS - 1"),
+    "last arriver sums a strip too few": (strips, "add_strips", " < STRIPS", " < STRIPS - 1"),
 }
 
 

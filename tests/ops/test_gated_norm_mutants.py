@@ -57,7 +57,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "each program is alone": (backward, "finish_sums", "programs == 1", "programs > 0", 33),
     "partial sums in bf16": (backward, "_store_sums", "partial_ptr + columns, total", "partial_ptr + columns, total.to(tl.bfloat16).to(tl.float32)", 33),
     "helpers do not wait": (column_reduce, "join_helpers", "programs:", "0:", 0),
-    "only one pass over strips": (column_reduce, "sum_strips", "0, STRIPS", "0, tl.minimum(STRIPS, BLOCK_S)", 9),
+    "only one pass over strips": (column_reduce, "add_strips", "0, STRIPS", "0, tl.minimum(STRIPS, BLOCK_S)", 9),
     "zero_centered_gamma forgotten": (rows, "load_scale", " + 1.0 if CENTERED else weight", "", 1),
     # ---- plans, autograd ----
     "plan: z's gap a multiple of 8": (gated, "_forward_plan", ", z_gap or 0", "", 4),

@@ -100,7 +100,7 @@ OF_NORM = {
     "k's sums from q's programs on": (rope_norm_kernels, "_rope_norm_backward_kernel", "FIRST.to(tl.int64) * D", "0", 17),
     "a program's sums too few": (rope_norm_kernels, "_rope_norm_backward_kernel", "programs - FIRST, D", "programs - FIRST - 1, D", 17),
     "k's tiles from q's programs on": (rope_norm_kernels, "_rope_norm_backward_kernel", "program - FIRST, programs - FIRST, M", "program, programs, M", 17),
-    "strips past the last": (column_reduce, "sum_strips", "(strips < STRIPS)[:, None]", "(strips <= STRIPS)[:, None]", 17),
+    "strips past the last": (column_reduce, "add_strips", "(strips < STRIPS)[:, None]", "(strips <= STRIPS)[:, None]", 17),
     # ---- autograd ----
     "weights' gradients exchanged": (rope_norm, "_NormedRopeFunction.backward", "grads.put(dweights)", "grads.put(dweights[::-1])", 17),
 }  # fmt: skip

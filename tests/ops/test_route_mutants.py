@@ -7,6 +7,7 @@ from ops.route_oracle import judge_case, main_cases
 import onepass.ops.routing.route as module
 
 pytest.importorskip("triton")
+from onepass.kernels import column_reduce
 from onepass.ops.routing import kernels
 
 CASES = main_cases()
@@ -43,7 +44,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "a program skips a block": (kernels, "_route_kernel", "range(program, tl", "range(program + programs, tl", 0),
     "tokens past the end have shares": (kernels, "_route_kernel", "tl.where(inside, shares, 0.0)", "shares", 1),
     "tokens past the end have a logsumexp": (kernels, "_route_kernel", "tl.where(real, lse * lse, 0.0)", "lse * lse", 1),
-    "partial sums read on": (kernels, "_add_partials", "programs < PROGRAMS", "programs <= PROGRAMS", 1),
+    "partial sums read on": (column_reduce, "add_strips", "strips < STRIPS", "strips <= STRIPS", 1),
     "sigmoids' shares are not shares": (kernels, "_route_kernel", "scores * _reciprocal(tl.sum(scores, 1) + TINY)[:, None] if SIGMOID else scores", "scores", 5),
     "logsumexp without the largest": (kernels, "_route_kernel", "lse = most + ", "lse = ", 1),
     "the losses' mean is a sum": (kernels, "_route_kernel", "(z / tokens)", "z", 1),

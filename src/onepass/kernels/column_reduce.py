@@ -45,20 +45,23 @@ def arrive_at(counter_ptr, programs):
 
 
 @device_function
-def sum_strips(
-    partial_ptr, out_ptr, columns, STRIPS, WIDTH, inside, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
-):  # fmt: skip
-    """Sum the strips' partials of these columns into out, in the order of strips. Partials are WIDTH apart.
-
-    ADD: add to out, a main_grad, in fp32 and round once.
-    """
+def add_strips(partial_ptr, columns, STRIPS, WIDTH, inside, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Return the sums of the strips' partials of these columns, in the order of strips. Partials are WIDTH apart."""
     total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
     for first in range(0, STRIPS, BLOCK_S):
         strips = first + tl.arange(0, BLOCK_S)
         mask = (strips < STRIPS)[:, None] & inside[None, :]
         at = partial_ptr + strips[:, None] * WIDTH + columns[None, :]
         total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
-    result = tl.sum(total, 0)
+    return tl.sum(total, 0)
+
+
+@device_function
+def sum_strips(
+    partial_ptr, out_ptr, columns, STRIPS, WIDTH, inside, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    """Store `add_strips` in out. ADD: add to out, a main_grad, in fp32 and round once."""
+    result = add_strips(partial_ptr, columns, STRIPS, WIDTH, inside, BLOCK_S, BLOCK_H)
     if ADD:
         result += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + columns, result, mask=inside)

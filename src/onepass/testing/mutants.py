@@ -2,7 +2,7 @@
 
     from onepass.kernels import column_reduce
     from onepass.ops.norm import norm
-    mutant = mutate(column_reduce, "sum_strips", " < STRIPS", " < STRIPS - 1", entry=norm)
+    mutant = mutate(column_reduce, "add_strips", " < STRIPS", " < STRIPS - 1", entry=norm)
     assert not within_budget(mutant.rms_norm, ...)
 
 A mutant names the function that it breaks and the few words that it changes there, which must be in that function exactly once.

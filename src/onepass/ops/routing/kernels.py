@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.kernels.column_reduce import add_strips
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.layout import as_rows
@@ -121,18 +122,6 @@ def _places(key, columns, K: tl.constexpr):
     return place
 
 
-@device_function
-def _add_partials(partial_ptr, columns, PROGRAMS, C, inside, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Add up the programs' sums of each column in their order."""
-    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for first in range(0, PROGRAMS, BLOCK_P):
-        programs = first + tl.arange(0, BLOCK_P)
-        mask = (programs < PROGRAMS)[:, None] & inside[None, :]
-        at = partial_ptr + programs[:, None] * C + columns[None, :]
-        total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote it: not from this multiprocessor's L1
-    return tl.sum(total, 0)
-
-
 @kernel
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, chosen_ptr,  # [M, C], [C], [M, K], [M, K]
@@ -219,7 +208,7 @@ def _route_kernel(
         tl.store(counts_ptr + columns, counts, mask=within)
         tokens = M.to(tl.float32)
         if AUX:
-            shares = _add_partials(partial_ptr, columns, programs, C, within, BLOCK_P, BLOCK_C)
+            shares = add_strips(partial_ptr, columns, programs, C, within, BLOCK_P, BLOCK_C)
             even = tl.sum(tl.where(within, counts.to(tl.float32) * (shares / tokens), 0.0), 0)
             tl.store(aux_loss_ptr, even * (aux / tokens))
         if Z:
