@@ -109,6 +109,7 @@ def is_right_by_few_programs(module, monkeypatch):
     return all(is_right(module, case, invalid=invalid) for case in ("few", "several programs") for invalid in (False, True))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="places that nobody wrote would end a GPU's process")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, monkeypatch):
     try:

@@ -26,12 +26,14 @@ WIDEST_RANK = 64  # of an adapter whose sums fit in registers beside the activat
 
 
 def _lora_tiles(M: int, H: int, ranks: tuple[int, int], multiprocessors: int) -> ColumnTiles:
-    """Return blocks that tensor cores take, in as many strips as four programs a multiprocessor make."""
-    block_h = max(_DOT, min(power_of_two(H), 64 if ranks[1] else 128))
+    """Return blocks that tensor cores take, in as many strips as the programs that stay on a multiprocessor make."""
+    wide = max(ranks) > 32  # sums fill registers
+    block_m, columns, num_warps, resident = (16, 64, 8, 4) if wide else (32, 64, 4, 3) if ranks[1] else (32, 128, 4, 2)
+    block_h = max(_DOT, min(power_of_two(H), columns))
     across = ceil_div(H, block_h)
-    strips = max(1, min(ceil_div(M, _DOT), 4 * multiprocessors // across))
-    rows = ceil_div(ceil_div(M, strips), _DOT) * _DOT
-    return ColumnTiles(_DOT, block_h, across, ceil_div(M, rows), rows, 8 if max(ranks) > 32 or ranks[1] > 16 else 4, 3)
+    strips = max(1, min(ceil_div(M, block_m), resident * multiprocessors // across))
+    rows = ceil_div(ceil_div(M, strips), block_m) * block_m
+    return ColumnTiles(block_m, block_h, across, ceil_div(M, rows), rows, num_warps, 3 if wide else 4)
 
 
 @lru_cache(1024)
