@@ -127,38 +127,44 @@ def _shrink_kernel(
 
 @kernel
 def _expand_kernel(
-    t_ptr, w_ptr, y_ptr, start_ptr, ends_ptr, seed_ptr, M, FIRST, SEED, C, R, W_E, W_C, W_R, START_ROW, E, threshold, scale,
+    t_ptr, w_ptr, y_ptr, start_ptr, ends_ptr, seed_ptr, M, FIRST, SEED,
+    C, R, OWN, W_E, W_C, W_R, START_ROW, E, threshold, scale,
     ALIGN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    """A program has OWN columns, for which it finds its rows' documents once."""
     C = aligned(C, ALIGN)
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    left = tl.program_id(0) * BLOCK_C
-    c = left + tl.arange(0, BLOCK_C)
-    inside = (rows < M)[:, None] & (c < C)[None, :]
     first, last = 0, 0
     if ends_ptr is not None:
         documents, first, last, wrong = _documents_of(ends_ptr, rows, M, E, BLOCK_E)
-    y = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for e in range(first, last + 1):
-        rank = R
-        if ends_ptr is not None:
-            rank = _size_of(ends_ptr, e, R)
-        own = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-        for low in range(0, rank, BLOCK_R):
-            r = low + tl.arange(0, BLOCK_R)
-            t = tl.load(t_ptr + rows[:, None] * R + r[None, :], mask=(rows < M)[:, None] & (r < R)[None, :], other=0.0)
-            at = w_ptr + e * W_E + c[None, :] * W_C + r[:, None] * W_R
-            w = tl.load(at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
-            own = tl.dot(t, w, own, input_precision="ieee")
-        y = own if ends_ptr is None else tl.where((documents == e)[:, None], own, y)
     if threshold is not None:
-        y = apply_dropout(y, load_seed(seed_ptr, SEED), rows + FIRST, left, threshold, scale, BLOCK_C)
-    if ends_ptr is not None:
-        y = tl.where(wrong, float("nan"), y)
-    if start_ptr is not None:
-        y += tl.load(start_ptr + rows[:, None] * START_ROW + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows[:, None] * C + c[None, :], y, mask=inside)
+        seed = load_seed(seed_ptr, SEED)
+    begin = tl.program_id(0) * OWN
+    for left in range(begin, tl.minimum(begin + OWN, C), BLOCK_C):
+        c = left + tl.arange(0, BLOCK_C)
+        inside = (rows < M)[:, None] & (c < C)[None, :]
+        y = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+        for e in range(first, last + 1):
+            rank = R
+            if ends_ptr is not None:
+                if last > first:
+                    rank = _size_of(ends_ptr, e, R)
+            own = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+            for low in range(0, rank, BLOCK_R):
+                r = low + tl.arange(0, BLOCK_R)
+                t = tl.load(t_ptr + rows[:, None] * R + r[None, :], mask=(rows < M)[:, None] & (r < R)[None, :], other=0.0)
+                at = w_ptr + e * W_E + c[None, :] * W_C + r[:, None] * W_R
+                w = tl.load(at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
+                own = tl.dot(t, w, own, input_precision="ieee")
+            y = own if ends_ptr is None else tl.where((documents == e)[:, None], own, y)
+        if threshold is not None:
+            y = apply_dropout(y, seed, rows + FIRST, left, threshold, scale, BLOCK_C)
+        if ends_ptr is not None:
+            y = tl.where(wrong, float("nan"), y)
+        if start_ptr is not None:
+            y += tl.load(start_ptr + rows[:, None] * START_ROW + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + rows[:, None] * C + c[None, :], y, mask=inside)
 
 
 @kernel
@@ -199,6 +205,7 @@ def _gradient_kernel(
 # ---- tiles: from the shape and the device, never by trial ----
 
 _LEAST = 16  # sizes that tensor cores take
+_EXPAND_BLOCKS = 4  # of columns, of a program that looks for documents first
 
 
 def _rank_block(R: int, most: int) -> int:
@@ -225,10 +232,11 @@ def _shrink_plan(
     """Return the bound kernel, its grid, and how many programs share a row. Blocks of few rows, as nothing else is parallel."""
     M, C, R = shape
     both = bool(groups[0] and threshold)  # more would not fit in registers
-    block_m, block_r = 16 if wide and both else 32, _rank_block(R, 32 if wide else 64 if both else 128)
+    block_r = _rank_block(R, 32 if wide else 64 if both else 128)
+    block_m = 16 if wide and both else 32 if wide or threshold or block_r > 32 else 64
     block_c = 32 if wide and both else 64 if wide or both or block_r > 64 else 128
     across, down, parts = ceil_div(R, block_r), ceil_div(M, block_m), 1
-    while parts < 8 and 2 * parts * across * down <= 4 * multiprocessors and 8 * parts * block_c <= C:
+    while parts < 8 and parts * across * down * block_m <= 64 * multiprocessors and 8 * parts * block_c <= C:
         parts *= 2
     bound = _bind_shrink(C, R, strides, (scale, threshold), groups, (block_m, block_c, block_r), parts)
     return bound, grid_of(parts * across, down), parts
@@ -238,10 +246,11 @@ def _shrink_plan(
 def _expand_plan(C: int, R: int, strides: Sizes, threshold: int, groups: Sizes, wide: bool) -> tuple[Bound, int, int]:
     *of_w, start_row = strides
     E, block_e = groups
-    block_m, block_c, block_r = (32, 64, _LEAST) if wide else (64, 128, _rank_block(R, 64))
-    sizes = C, R, *of_w, start_row, E, *probability(threshold)
-    bound = _expand_kernel.bind(*sizes, known_align(C, start_row), block_e, block_m, block_c, block_r, num_warps=4 if wide else 8)
-    return bound, block_m, ceil_div(C, block_c)
+    block_m, block_c, block_r, num_warps = (32, 64, _LEAST, 4) if wide else (64, 64 if E else 128, _rank_block(R, 64), 4 if E else 8)
+    own = block_c * (_EXPAND_BLOCKS if E else 1)
+    sizes = C, R, own, *of_w, start_row, E, *probability(threshold)
+    bound = _expand_kernel.bind(*sizes, known_align(C, start_row), block_e, block_m, block_c, block_r, num_warps=num_warps)
+    return bound, block_m, ceil_div(C, own)
 
 
 @lru_cache(1024)

@@ -204,6 +204,7 @@ def _route_kernel(
     if tl.atomic_add(counters_ptr + C, 1, sem="acq_rel") == programs - 1:
         tl.store(counters_ptr + C, 0)
         counts = tl.load(counters_ptr + columns, mask=within, other=0, cache_modifier=".cg")
+        tl.debug_barrier()  # several warps hold each count, and one of them sets it back
         tl.store(counters_ptr + columns, 0, mask=within)
         tl.store(counts_ptr + columns, counts, mask=within)
         tokens = M.to(tl.float32)
