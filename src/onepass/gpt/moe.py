@@ -34,7 +34,7 @@ class RouterLogits(WholeWeight):
         return router_logits(x, self.weight)
 
 
-class Experts(DividedParameters, GroupedLayer):
+class ParallelExperts(DividedParameters, GroupedLayer):
     """All experts' weights: weight1 [experts, parts x size, hidden_size] and weight2 [experts, hidden_size, size].
 
     parts is 2 for a gated activation and otherwise 1. Each rank holds 1 / ranks of size.
@@ -82,7 +82,7 @@ class MoE(nn.Module):
         assert config.num_moe_experts is not None
         self.config, self.tp_group = config, tp_group
         self.router = RouterLogits(config, (config.num_moe_experts, config.hidden_size), start.of("router"), device)
-        self.experts = Experts(config, tp_group, start.of("experts"), device)
+        self.experts = ParallelExperts(config, tp_group, start.of("experts"), device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         c, group = self.config, self.tp_group
