@@ -18,6 +18,7 @@ from onepass.ops.attention.attention import attention
 from onepass.ops.attention.rope import rope
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.embedding.embedding import embedding
+from onepass.ops.experts.experts import experts
 from onepass.ops.linear.linear import linear
 from onepass.ops.linear.lora_linear import lora_linear
 from onepass.ops.loss.cross_entropy import cross_entropy
@@ -75,6 +76,7 @@ __all__ = [
     "cross_entropy",
     "dropout_add",
     "embedding",
+    "experts",
     "explain",
     "freeze_weight",
     "frozen_weight",

@@ -49,7 +49,7 @@ def is_right(module, case, kind="random", invalid=False):
         for column in range(k):
             at = places[:, column]
             y = y + torch.where((at < 0)[:, None], torch.nan, x[at.clamp(min=0)].float())
-        right.append(torch.equal(module.sum_rows(x, places).nan_to_num(7e3), y.to(dtype).nan_to_num(7e3)))
+        right.append(torch.equal(module.sum_rows(x, places, None).nan_to_num(7e3), y.to(dtype).nan_to_num(7e3)))
     return all(right)
 
 
@@ -80,7 +80,7 @@ def test_no_tokens(dtype):
     assert by_row.shape == owners.shape == (0,)
     assert places.shape == (0, 2)
     assert ends.tolist() == [0, 0, 0]
-    assert token_rows.sum_rows(torch.empty(0, 5, device=DEVICE), places).shape == (0, 5)
+    assert token_rows.sum_rows(torch.empty(0, 5, device=DEVICE), places, None).shape == (0, 5)
 
 
 def test_all_is_written():

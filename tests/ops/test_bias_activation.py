@@ -240,7 +240,8 @@ def test_registered_ops_are_what_they_say(lead, H, layout):
             needs = need_gate, False, True, need_linear
             given = dy, pair[0], None, None, weight, drawn, pair[1], *options, *needs, FP32, None
             torch.library.opcheck(kernels.backward.op, given, test_utils=tests)
-    torch.library.opcheck(kernels.forward.op, (x, None, None, None, None, "gelu", None, None, 0, None, FP32), test_utils=tests)
+    given = x, None, None, None, None, *ActivationOptions("gelu", None, None), FP32
+    torch.library.opcheck(kernels.forward.op, given, test_utils=tests)
 
 
 @backends

@@ -12,6 +12,7 @@ from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear, grouped_linear
 from onepass.ops.linear.routing import gather_tokens, scatter_tokens, sort_rows
 from onepass.product import gathered_rows
+from onepass.product.grouped import GroupedOptions
 from onepass.testing.mutants import copy_package, mutate
 
 EXPERTS, K, INNER, TOKENS = 5, 32, 48, 23
@@ -53,7 +54,7 @@ def test_gathered_rows(k, dtype, precision):
     x, weight = numbers(TOKENS, K, seed=1, dtype=dtype), numbers(EXPERTS, INNER, K, seed=2, dtype=dtype)
     _, routes = routes_of(k)
     dy = numbers(TOKENS * k, INNER, seed=3, dtype=dtype).detach()
-    found, kept = kept_by(lambda: gathered_grouped_linear(x, weight, routes, precision))
+    found, kept = kept_by(lambda: gathered_grouped_linear(x, weight, routes, GroupedOptions(precision)))
     expected = grouped_linear(scatter_tokens(x, routes), weight, routes.ends, precision)
     for asked in ((x, weight), (x,), (weight,)):
         both = [torch.autograd.grad(y, asked, dy, retain_graph=True) for y in (found, expected)]
@@ -67,7 +68,7 @@ def block(module, dtype=FP32, k=2):
     x, (weights, routes) = numbers(TOKENS, K, seed=1, dtype=dtype), routes_of(k)
     up, down = numbers(EXPERTS, 2 * INNER, K, seed=2, dtype=dtype), numbers(EXPERTS, K, INNER, seed=3, dtype=dtype)
     dy = numbers(TOKENS, K, seed=4, dtype=dtype).detach()
-    h = module.gathered_grouped_linear(x, up, routes)
+    h = module.gathered_grouped_linear(x, up, routes, GroupedOptions())
     y = gather_tokens(module.activation_grouped_linear(h, down, routes.ends, "swiglu", token_weight=routes.weights), routes)
     found = [y.detach(), *torch.autograd.grad(y, (x, up, down, weights), dy)]
     wide = [t.detach().double().requires_grad_() for t in (x, up, down, weights)]
@@ -105,7 +106,7 @@ def test_an_expert_that_there_is_not():
     """A token that goes there is NaN, and no other is touched."""
     x, up = numbers(TOKENS, K, seed=1), numbers(EXPERTS, K, K, seed=2)
     (weights, routes), (_, valid) = routes_of(2, invalid=True), routes_of(2)
-    found, expected = (gather_tokens(gathered_grouped_linear(x, up, each), each) for each in (routes, valid))
+    found, expected = (gather_tokens(gathered_grouped_linear(x, up, each, GroupedOptions()), each) for each in (routes, valid))
     assert found[3].isnan().all()
     others = [token for token in range(TOKENS) if token != 3]
     torch.testing.assert_close(found[others], expected[others])
@@ -116,8 +117,8 @@ def test_an_expert_that_there_is_not():
 
 MUTANTS = {
     "backward takes x's first rows": (gathered_rows, "GatheredRows.rows_again", "self._gathered(*kept[:2])", "kept[0]"),
-    "dx of one row a token": (gathered_rows, "GatheredRows.backward", "(drows, kept[2])", "(drows, kept[2][:, :1])"),
-    "the token's weight left out": (activation_grouped, "activation_grouped_linear", "if token_weight is None", "if True"),
+    "dx of one row a token": (gathered_rows, "GatheredRows.backward", "(drows, kept[2], None)", "(drows, kept[2][:, :1], None)"),
+    "the token's weight left out": (activation_grouped, "multiply_activated_rows", "if token_weight is None", "if True"),
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def test_a_plan_is_kept_and_a_new_size_needs_none():
     for M in (5, 17, 33):
         x = torch.randn(M, 48, device=DEVICE)
         assert torch.equal(module.activation_forward(x, None, None, None, None, options, x.dtype), x.relu())
-    plans = [len(module._forward_plan(act, M, 48, 48, None, False, None, None, 0)[1].plans) for M in (5, 17, 33)]
+    plans = [len(module._forward_plan(act, M, 48, 48, None, False, options)[1].plans) for M in (5, 17, 33)]
     assert len(set(plans)) == 1 and plans[0] > 0  # other tests' types and alignments have plans here too
 
 
@@ -97,7 +97,7 @@ def test_threads_that_compile_a_kernel_at_the_same_time_can_launch_it_again():
         for _ in range(3):
             assert all(torch.equal(y, x.relu()) for y in pool.map(call, range(4)))
             gc.collect()
-    assert module._forward_plan(act, 7, 776, 776, None, False, None, None, 0)[1].plans
+    assert module._forward_plan(act, 7, 776, 776, None, False, options)[1].plans
 
 
 def test_a_kernel_is_held_for_as_long_as_its_plan(monkeypatch):

@@ -23,6 +23,7 @@ from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear, grouped_linear
 from onepass.ops.linear.routing import Routes, gather_tokens, sort_rows
 from onepass.ops.routing.route import route
+from onepass.product.grouped import GroupedOptions
 
 # ---- modules ----
 
@@ -65,7 +66,7 @@ class ParallelExperts(DividedParameters, GroupedLayer):
         """Return this rank's partial sum for each route of the tokens x, sorted by expert."""
         c = self.config
         weight, precision = self.given(self.weight2), self.precision
-        h = gathered_grouped_linear(x, self.given(self.weight1), routes, precision)
+        h = gathered_grouped_linear(x, self.given(self.weight1), routes, GroupedOptions(precision))
         if c.bias_activation_fusion:
             options: dict[str, Any] = {"clamp": c.activation_func_clamp_value, "linear_offset": c.glu_linear_offset}
             options |= {"token_weight": routes.weights, "save": c.activation_save, "precision": precision}

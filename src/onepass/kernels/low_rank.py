@@ -148,8 +148,7 @@ def _expand_kernel(
         for e in range(first, last + 1):
             rank = R
             if ends_ptr is not None:
-                if last > first:
-                    rank = _size_of(ends_ptr, e, R)
+                rank = _size_of(ends_ptr, e, R) if last > first else R
             own = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
             for low in range(0, rank, BLOCK_R):
                 r = low + tl.arange(0, BLOCK_R)
@@ -246,7 +245,8 @@ def _shrink_plan(
 def _expand_plan(C: int, R: int, strides: Sizes, threshold: int, groups: Sizes, wide: bool) -> tuple[Bound, int, int]:
     *of_w, start_row = strides
     E, block_e = groups
-    block_m, block_c, block_r, num_warps = (32, 64, _LEAST, 4) if wide else (64, 64 if E else 128, _rank_block(R, 64), 4 if E else 8)
+    block_m, block_c, block_r = (32, 64, _LEAST) if wide else (64, 64 if E else 128, _rank_block(R, 64))
+    num_warps = 4 if wide or E else 8
     own = block_c * (_EXPAND_BLOCKS if E else 1)
     sizes = C, R, own, *of_w, start_row, E, *probability(threshold)
     bound = _expand_kernel.bind(*sizes, known_align(C, start_row), block_e, block_m, block_c, block_r, num_warps=num_warps)

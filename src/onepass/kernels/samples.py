@@ -55,7 +55,7 @@ def _experts_rows_call(tokens: int, experts: int, k: int, width: int, dtype: tor
         with torch.no_grad():
             for weights in (meta(tokens, k, dtype=torch.float32), meta(tokens, k, dtype=dtype)):
                 _, _, places, _ = order_rows(chosen, weights, experts)
-            sum_rows(x, places)
+            sum_rows(x, places, None)
         return x
 
     return CoveringCall(f"rows of {tokens} tokens, {k} of {experts} experts, {width} wide", dtype, run)

@@ -4,7 +4,8 @@ Shapes   chosen [T, k], integers: each token's experts. weights [T, k]: theirs. 
 Order    places [T, k] int32: where each token's rows lie; tokens [T k] int32: whose row lies there; ends [E] int32: where each
          expert's rows end. Rows of one expert keep their tokens' order. A token's row of an expert that there isn't lies after
          all others, and has the place -1.
-Sum      y[t] = the sum of x's rows of token t in the order of its experts, in fp32 or wider. NaN where a place is -1.
+Sum      y[t] = start[t], where there is one, and x's rows of token t in the order of its experts, in fp32 or wider. NaN where
+         a place is -1.
 Bytes    the order is two launches over T k numbers; the sum reads x once and writes y once.
 """
 
@@ -71,13 +72,17 @@ def _place_kernel(
 
 @kernel
 def _sum_kernel(
-    x_ptr, places_ptr, y_ptr, M, H, X_ROW, K: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
+    x_ptr, places_ptr, start_ptr, y_ptr, M, H, X_ROW, START_ROW,
+    K: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     H, X_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN)
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
     tokens, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = (tokens < M)[:, None] & (columns < H)[None, :]
     y = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    if start_ptr is not None:
+        START_ROW = aligned(START_ROW, ALIGN)
+        y += tl.load(start_ptr + tokens[:, None] * START_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
         place = tl.load(places_ptr + tokens * K + j, mask=tokens < M, other=-1).to(tl.int64)[:, None]
         x = tl.load(x_ptr + place * X_ROW + columns[None, :], mask=inside & (place >= 0), other=float("nan"))
@@ -127,29 +132,31 @@ def _sorted_by_formula(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tens
     return order.int(), torch.where(known == experts, -1, places), counts.cumsum(0).int()
 
 
-def _sum(x: Tensor, places: Tensor) -> Tensor:
+def _sum(x: Tensor, places: Tensor, start: Tensor | None) -> Tensor:
     T, k = places.shape
     x, x_row = as_rows(x)
     H = x.shape[-1]
     if not T * H or x.dtype.itemsize > 4 or triton_unsupported(x) is not None:
-        return _sum_formula(x, places)
-    y = x.new_empty(T, H)
-    launch, block_t, across = _sum_plan(H, x_row, k, x.dtype.itemsize)
-    launch(grid_of(across, ceil_div(T, block_t)), x, places, y, T)
+        return _sum_formula(x, places, start)
+    y, start_row = x.new_empty(T, H), None
+    if start is not None:
+        start, start_row = as_rows(start)
+    launch, block_t, across = _sum_plan(H, x_row, start_row, k, x.dtype.itemsize)
+    launch(grid_of(across, ceil_div(T, block_t)), x, places, start, y, T)
     return y
 
 
 @lru_cache(256)
-def _sum_plan(H: int, x_row: int, k: int, size: int) -> tuple[Bound, int, int]:
+def _sum_plan(H: int, x_row: int, start_row: int | None, k: int, size: int) -> tuple[Bound, int, int]:
     block_h = min(power_of_two(H), 2048 // size)
     block_t = max(1, 2048 // size // block_h)
-    bound = _sum_kernel.bind(H, x_row, k, known_align(H, x_row), block_t, block_h)
+    bound = _sum_kernel.bind(H, x_row, start_row, k, known_align(H, x_row, start_row or 0), block_t, block_h)
     return bound, block_t, ceil_div(H, block_h)
 
 
-def _sum_formula(x: Tensor, places: Tensor) -> Tensor:
+def _sum_formula(x: Tensor, places: Tensor, start: Tensor | None) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.new_zeros((places.shape[0], x.shape[-1]), dtype=wide)
+    y = x.new_zeros((places.shape[0], x.shape[-1]), dtype=wide) if start is None else start.to(wide)
     for column in places.unbind(1):  # in the order of a token's experts, one after the other
         y = y + torch.where((column < 0).unsqueeze(-1), torch.nan, x[column.clamp(min=0)].to(wide))
     return y.to(x.dtype)
@@ -168,5 +175,7 @@ order_rows = Registered(
     "order_rows(Tensor chosen, Tensor weights, int experts) -> (Tensor, Tensor, Tensor, Tensor)", _order, _order_fake
 )
 sum_rows = Registered(
-    "sum_rows(Tensor x, Tensor places) -> Tensor", _sum, lambda x, places: x.new_empty(places.shape[0], x.shape[-1])
+    "sum_rows(Tensor x, Tensor places, Tensor? start) -> Tensor",
+    _sum,
+    lambda x, places, start: x.new_empty(places.shape[0], x.shape[-1]),
 )

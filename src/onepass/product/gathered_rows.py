@@ -58,5 +58,5 @@ class GatheredRows(NamedTuple):
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],
         *, rebuild: bool = False, target: FP8Target | None = None, ours: bool = True, u: Tensor | None = None,
     ) -> PrologueGradients:  # fmt: skip
-        dx = None if drows is None else cast(sum_rows(drows, kept[2]), self.x_type)
+        dx = None if drows is None else cast(sum_rows(drows, kept[2], None), self.x_type)
         return PrologueGradients((dx, None, None), None, self.rows_again(kept) if rebuild else None)

@@ -1,5 +1,6 @@
 """The autograd Function of grouped linear layers: rows sorted by expert, in their own type or in eight bits.
 
+LoRA        t = scale * rows @ a[e].T, and y += t @ b[e].T. The weight's products, and all else, stay as they are.
 Eight bits  x, dy and the weight are e4m3, at a scale a row: rows of the weight in forward, its columns in backward. PyTorch's
             grouped product takes nothing else, so a layer's recipe says no more than that it is asked for. No scale and no code
             outlasts a call. The weight's gradient is a product in 16 bits.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +22,25 @@ from onepass.gradients.main_grad import (
     add_gradient,
     add_to_sum,
     grad_requests,
-    main_grad_of,
+    main_grads_of,
     mark_added,
     name_written,
     placeholder,
     vector_gradient,
 )
+from onepass.gradients.written_names import WrittenNames, names_written
 from onepass.kernels.fp8_cast import cast_columns, cast_rows
 from onepass.kernels.grouped_product import (
+    gradient_by_group,
     group_rows,
     grouped_product,
     scaled_grouped_product,
     torch_can_group,
     unfit_for_scaled_groups,
 )
+from onepass.kernels.low_rank import NO_DROPOUT, lora_expand, lora_gradient, lora_shrink
 from onepass.product.fp8.rows import FP8Rows
+from onepass.product.lora import LoRA
 from onepass.product.prologue import Inputs, Kept, Needs
 from onepass.product.rows import Rows
 from onepass.runtime.dispatch import TORCH, cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
@@ -99,17 +104,21 @@ _input_gradient_op = Registered(
 
 
 def grouped_weight_gradient(
-    dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor, main_grad: Tensor | None, request: GradRequest
+    dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor, main_grad: Tensor | None, request: GradRequest, name: str = "weight"
 ) -> Tensor | None:
-    """Put dy[rows of e].T @ x[rows of e] where the pass wants it, and return what autograd gets. dy and x have the same type."""
+    """Put dy[rows of e].T @ x[rows of e] where the pass wants it, and return what autograd gets. dy and x have the same type.
+
+    `name`: what errors call the weight.
+    """
     if dy.shape[0] and torch_can_group(dy, weight):  # PyTorch's refuses no rows
         return vector_gradient(F.grouped_mm(dy.mT, x, offs=ends), weight, main_grad, request)
-    # a graph's sums are made first: whether main_grad was written in this step is not known when it is traced
-    place = None if torch.compiler.is_compiling() else accumulation_target(weight, main_grad, request)
+    if torch.compiler.is_compiling():  # whether main_grad was written in this step is not known when a graph is traced
+        return vector_gradient(gradient_by_group(dy, x, ends), weight, main_grad, request)
+    place = accumulation_target(weight, main_grad, request)
     into, add = (torch.zeros_like(weight), add_to_sum) if place is None else (place, add_gradient)
     grad = None if place is None else placeholder(weight, request)
     for expert, rows in enumerate(group_rows(ends)):
-        with name_written(["weight"] if place is not None and expert else []):
+        with name_written([name] if place is not None and expert else []):
             add(into[expert], dy[rows], x[rows], True)
     if place is not None:
         mark_added(weight)
@@ -120,64 +129,139 @@ def grouped_weight_gradient(
 # ---- autograd ----
 
 
+class GroupedOptions(NamedTuple):
+    """What a layer of experts takes beside its tensors."""
+
+    precision: Precision = None
+    transposed: bool = False  # the weight is [E, K, N]
+    lora: LoRA | None = None  # with a [E, r, K] and b [E, N, r]
+    name: str = "weight"  # what errors call the weight
+    written: WrittenNames | None = None  # by other functions of the same call
+
+    def product(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> GroupedProduct:
+        """Return how rows are multiplied. The logger ``onepass`` says why they can't be in eight bits."""
+        whole = weight.mT if self.transposed else weight
+        in_fp8 = self.precision is not None and unfit_for_grouped_fp8(self.precision, x, whole, dtype) is None
+        scale = 1.0 if self.lora is None else float(self.lora.scale)
+        return GroupedProduct(in_fp8, self.transposed, scale, self.name, self.written)
+
+
+class GroupedProduct(NamedTuple):
+    """How rows of experts are multiplied with their weights."""
+
+    in_fp8: bool
+    transposed: bool
+    scale: float  # of LoRA
+    name: str
+    written: WrittenNames | None
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, prologue: Any, in_fp8: bool, *tensors: Tensor) -> Tensor:
-        """`tensors`: the prologue's inputs, the weight and the ends."""
+    def forward(ctx: Any, prologue: Any, product: GroupedProduct, *tensors: Tensor | None) -> Tensor:
+        """`tensors`: the prologue's inputs, the weight, a and b of LoRA or None, and the ends."""
         if TORCH < (2, 10) and torch.compiler.is_compiling():  # backward takes each expert's rows, known when it runs
             torch._dynamo.graph_break(msg="onepass: experts' products are part of a graph from PyTorch 2.10 on")
-        *inputs, weight, ends = tensors
+        *inputs, weight, a, b, ends = tensors
+        assert weight is not None
         needs = ctx.needs_input_grad[_FIRST:]
-        ctx.prologue, ctx.in_fp8, ctx.count = prologue, in_fp8, len(inputs) + 1
-        ctx.weight, ctx.main_grad = weight, main_grad_of(weight) if needs[-2] else None
-        y, kept = _forward(prologue, in_fp8, inputs, weight, ends, needs)
-        ctx.save_for_backward(weight if any(needs[:-2]) else None, ends, *kept)
+        ctx.prologue, ctx.product, ctx.count, ctx.written = prologue, product, len(inputs) + 3, product.written
+        ctx.vectors = weight, a, b
+        ctx.main_grads = main_grads_of(needs[-4:-1], weight, a, b)
+        of_rows = (*needs[:-4], needs[-4] or needs[-3])  # the gradient of LoRA's a takes the rows as the weight's does
+        y, kept, low = _forward(prologue, product, inputs, weight, a, b, ends, of_rows)
+        ctx.save_for_backward(weight if any(needs[:-4]) else None, ends, *low, *kept)
         return y
 
     @staticmethod
     @not_twice_differentiable
+    @names_written
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, ends, *kept = ctx.saved_tensors
+        weight, ends, t, a, b, *kept = ctx.saved_tensors
+        product, skip = ctx.product, GradRequest.SKIP
         dy = dy.contiguous()  # PyTorch's product takes no expanded tensor
-        *of_inputs, of_weight = grad_requests(ctx, ctx.count, first=_FIRST)
-        asks_weight, drows, dweight = of_weight is not GradRequest.SKIP, None, None
-        if any([request is not GradRequest.SKIP for request in of_inputs]):
-            in_fp8 = ctx.in_fp8
-            drows = _input_gradient_op(dy, weight, ends) if in_fp8 else grouped_product(dy, cast(weight, dy.dtype).mT, ends)
-        made = ctx.prologue.backward(kept, None, drows, None, of_inputs, rebuild=asks_weight)
-        if asks_weight:
-            rows = cast(made.rows, dy.dtype)
-            dweight = grouped_weight_gradient(dy, rows, ends, ctx.weight, ctx.main_grad, of_weight)
-        return None, None, *made.inputs, dweight, None
+        *of_inputs, of_weight, of_a, of_b = grad_requests(ctx, ctx.count, first=_FIRST)
+        drows = u = None
+        grads: list[Tensor | None] = [None, None, None]
+        asked = any([request is not skip for request in of_inputs])
+        if a is not None and (asked or of_a is not skip):
+            u = _low_rank(dy, b, ends, product)
+        if asked:
+            whole = weight.mT if product.transposed else weight
+            drows = _input_gradient_op(dy, whole, ends) if product.in_fp8 else grouped_product(dy, cast(whole, dy.dtype).mT, ends)
+            if u is not None:
+                drows = lora_expand(u, a.mT, drows, ends, None, NO_DROPOUT)
+        made = ctx.prologue.backward(kept, None, drows, None, of_inputs, rebuild=of_weight is not skip or of_a is not skip)
+        rows = None if made.rows is None else cast(made.rows, dy.dtype)
+        if of_weight is not skip:
+            first, second = (rows, dy) if product.transposed else (dy, rows)
+            of_call = ctx.vectors[0], ctx.main_grads[0], of_weight, product.name
+            grads[0] = grouped_weight_gradient(first, second, ends, *of_call)
+            _note(ctx, product.name, 0, of_weight)
+        if of_a is not skip:
+            of_rows = lora_gradient(u, rows, ends, None, False, NO_DROPOUT)
+            grads[1] = vector_gradient(of_rows, ctx.vectors[1], ctx.main_grads[1], of_a)
+            _note(ctx, f"{product.name}.a", 1, of_a)
+        if of_b is not skip:
+            of_columns = lora_gradient(t, dy, ends, None, True, NO_DROPOUT)
+            grads[2] = vector_gradient(of_columns, ctx.vectors[2], ctx.main_grads[2], of_b)
+            _note(ctx, f"{product.name}.b", 2, of_b)
+        return None, None, *made.inputs, *grads, None
 
 
 _FIRST = 2  # arguments before the tensors
 _apply = fast_apply(_GroupedLinear)
 
 
+def _note(ctx: Any, name: str, i: int, request: GradRequest) -> None:
+    if ctx.written is not None:
+        ctx.written.add(name, ctx.main_grads[i], request)
+
+
+def _low_rank(rows: Tensor, w: Tensor, ends: Tensor, product: GroupedProduct) -> Tensor:
+    """Return scale * rows @ w of each expert."""
+    t: Tensor = lora_shrink(rows, w, ends, None, None, product.scale, NO_DROPOUT)
+    return t
+
+
 def _forward(
-    prologue: Any, in_fp8: bool, inputs: Inputs, weight: Tensor, ends: Tensor, needs: Needs
-) -> tuple[Tensor, Kept]:  # fmt: skip
-    if not in_fp8:
+    prologue: Any, product: GroupedProduct, inputs: Inputs, weight: Tensor, a: Tensor | None, b: Tensor | None, ends: Any,
+    needs: Needs,
+) -> tuple[Tensor, Kept, Kept]:  # fmt: skip
+    """Return y, and what backward needs of the prologue and of LoRA."""
+    whole, rows = weight.mT if product.transposed else weight, None
+    if not product.in_fp8:
         rows, kept = prologue.rows(inputs, needs)
-        return grouped_product(rows, cast(weight, rows.dtype), ends), kept
-    if torch.compiler.is_compiling():  # formulas have made the rows, which the op rounds
-        return _forward_op(inputs[0], weight, ends, prologue.dtype), prologue.rows(inputs, needs)[1]
-    (codes, inverse), kept = prologue.codes(inputs, FP8Target(E4M3), needs)
-    assert inverse is not None
-    return _scaled_product(codes, inverse, weight, ends, prologue.dtype), kept
+        y = grouped_product(rows, cast(whole, rows.dtype), ends)
+    elif torch.compiler.is_compiling():  # formulas have made the rows, which the op rounds
+        assert inputs[0] is not None
+        y, kept = _forward_op(inputs[0], whole, ends, prologue.dtype), prologue.rows(inputs, needs)[1]
+    else:
+        (codes, inverse), kept = prologue.codes(inputs, FP8Target(E4M3), needs)
+        assert inverse is not None
+        y = _scaled_product(codes, inverse, whole, ends, prologue.dtype)
+    if a is None or b is None:
+        return y, kept, (None, None, None)
+    rows = prologue.rows(inputs, None)[0] if rows is None else rows
+    a, b = cast(a, rows.dtype), cast(b, rows.dtype)
+    t = _low_rank(rows, a.mT, ends, product)
+    return lora_expand(t, b, y, ends, None, NO_DROPOUT), kept, (t, a, b)
 
 
-def run_grouped_linear(prologue: Any, inputs: Inputs, weight: Tensor, ends: Tensor, *, in_fp8: bool) -> Tensor:
-    """Return rows @ weight[e].T for each expert's rows, in the prologue's type."""
-    if not needs_grad(*inputs, weight):
-        return _forward(prologue, in_fp8, inputs, weight, ends, None)[0]
-    y: Tensor = _apply(prologue, in_fp8, *inputs, weight, ends)
+def run_grouped_linear(
+    prologue: Any, inputs: Inputs, weight: Tensor, ends: Tensor, product: GroupedProduct, lora: LoRA | None = None
+) -> Tensor:
+    """Return rows @ weight[e].T for each expert's rows, and what LoRA adds, in the prologue's type."""
+    a, b = (None, None) if lora is None else lora[:2]
+    if not needs_grad(*inputs, weight, a, b):
+        return _forward(prologue, product, inputs, weight, a, b, ends, None)[0]
+    y: Tensor = _apply(prologue, product, *inputs, weight, a, b, ends)
     return y
 
 
-def multiply_grouped_rows(x: Tensor, weight: Tensor, ends: Tensor, product: torch.dtype, in_fp8: bool) -> Tensor:
-    """Return x @ weight[e].T for each expert's rows, in the type `product`."""
-    x = x if in_fp8 else cast(x, product)
-    rows = FP8Rows if in_fp8 else Rows
-    return run_grouped_linear(rows(x.dtype, product), (x,), weight, ends, in_fp8=in_fp8)
+def multiply_grouped_rows(x: Tensor, weight: Tensor, ends: Tensor, dtype: torch.dtype, options: GroupedOptions) -> Tensor:
+    """Return x @ weight[e].T for each expert's rows, and what LoRA adds, in `dtype`."""
+    product = options.product(x, weight, dtype)
+    x = x if product.in_fp8 else cast(x, dtype)
+    rows = FP8Rows if product.in_fp8 else Rows
+    return run_grouped_linear(rows(x.dtype, dtype), (x,), weight, ends, product, options.lora)

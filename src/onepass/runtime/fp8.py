@@ -148,8 +148,8 @@ def dequantise(codes: Tensor, inverse: Tensor, dtype: torch.dtype = torch.float3
 
 
 def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x's codes at a scale for each row, and the inverses of the scales, [rows, 1]."""
-    rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+    """Return x's codes at a scale for each row, contiguous as products take them, and the inverses of the scales, [rows, 1]."""
+    rows = x.detach().contiguous().view(x.shape[:-1].numel(), x.shape[-1])
     scale = scale_for(finite_amax(rows, -1), dtype)
     return quantise(rows, scale, dtype).view(x.shape), 1 / scale
 

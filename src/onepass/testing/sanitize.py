@@ -253,7 +253,7 @@ def _experts_rows(x: Tensor) -> None:
     """Sort the rows of 37 tokens, some of which choose experts that there aren't, and sum them."""
     chosen = torch.arange(x.shape[0], device=x.device).mul_(7).remainder_(19).view(37, 3) - 1
     sorted_items(chosen.view(-1), 17)
-    sum_rows(x, chosen.int())
+    sum_rows(x, chosen.int(), None)
 
 
 def _fp8_casts(*xs: Tensor) -> None:

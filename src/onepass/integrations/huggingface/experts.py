@@ -20,6 +20,7 @@ from onepass.ops.activation.activations import ACTIVATIONS, Activation
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear
 from onepass.ops.linear.routing import gather_tokens, sort_rows
+from onepass.product.grouped import GroupedOptions
 from onepass.runtime.dispatch import under_functorch
 
 _EXPERTS, _HIDDEN, _INNER, _TOKENS = 3, 4, 6, 5
@@ -46,7 +47,7 @@ class ExpertsMatch:
         up, down = self.weights
         routes = sort_rows(weights, chosen, up.shape[0])
         precision = precision_of(self.module)
-        h = gathered_grouped_linear(x, up, routes, precision)
+        h = gathered_grouped_linear(x, up, routes, GroupedOptions(precision))
         options: dict[str, Any] = {"token_weight": routes.weights, "precision": precision}
         return gather_tokens(activation_grouped_linear(h, down, routes.ends, self.activation, **options), routes)
 

@@ -136,6 +136,8 @@ class ActivationRows(NamedTuple):
         """Whether the kernel takes u."""
         if not self.use_triton or self.stored.save != "input" or u.shape[1] > WIDEST_RANK or u.dtype.itemsize > 2:
             return False
+        if self.options.interleaved:
+            return False
         return all(tensor is not None and tensor.dtype is u.dtype for tensor in packed) and self.stored.dtype is u.dtype
 
     def _backward_in_codes(

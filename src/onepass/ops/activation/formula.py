@@ -22,6 +22,7 @@ class ActivationOptions(NamedTuple):
     linear_offset: float | None  # None for 0: the kernels are then compiled without it
     threshold: int = 0  # how many of 65536 elements dropout drops
     seed_number: int | None = None  # dropout's seed where it is no tensor: in plain eager mode on a GPU
+    interleaved: bool = False  # gate and linear part alternate in x's last dimension, and are not its halves
 
 
 def _clamped(x: Tensor, low: float, high: float) -> Tensor:
@@ -40,7 +41,10 @@ def activation_formula(
     wide = torch.promote_types(x.dtype, torch.float32)
     z = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
     if act.gated:
-        gate, linear = z.chunk(2, -1) if linear is None else (z, linear.to(wide))
+        if linear is not None:
+            gate, linear = z, linear.to(wide)
+        else:
+            gate, linear = z.unflatten(-1, (-1, 2)).unbind(-1) if options.interleaved else z.chunk(2, -1)
         if options.clamp is not None:
             gate, linear = _clamped(gate, -torch.inf, options.clamp), _clamped(linear, -options.clamp, options.clamp)
         if options.linear_offset:  # -0.0 + 0.0 would be 0.0

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from onepass.ops.activation import kernels
 from onepass.ops.activation.activation_rows import ActivationRows, activation_by_formula
+from onepass.ops.activation.activations import activation_of
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.formula import ActivationOptions, check_activation
-from onepass.product.grouped import multiply_grouped_rows, run_grouped_linear, unfit_for_grouped_fp8
+from onepass.product.grouped import GroupedOptions, multiply_grouped_rows, run_grouped_linear
 from onepass.runtime import saved
 from onepass.runtime.backend import NATIVE, choose
 from onepass.runtime.dispatch import product_type
@@ -49,16 +50,27 @@ def activation_grouped_linear(
         "save": save,
     }  # fmt: skip
     act = check_activation(given, None)
-    product = product_type(x)
-    in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
-    chosen = choose("bias_activation", None, kernels.activation_unsupported(x, act))
     options = ActivationOptions(act.key, None if clamp is None else float(clamp), float(linear_offset) or None)
-    if chosen not in NATIVE or (torch.compiler.is_compiling() and not in_fp8):
-        a = bias_activation(**given)
-        return multiply_grouped_rows(a, weight, ends, product_type(a), in_fp8)
-    if torch.compiler.is_compiling():  # rounded once, as an uncompiled call does
+    return multiply_activated_rows(x, weight, ends, options, token_weight, GroupedOptions(precision), save=save)
+
+
+def multiply_activated_rows(
+    x: Tensor, weight: Tensor, ends: Tensor, options: ActivationOptions, token_weight: Tensor | None, how: GroupedOptions,
+    *, save: str = "input", backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """Return `activation_grouped_linear`, of arguments that are right."""
+    dtype, act, compiling = product_type(x), activation_of(options.activation), torch.compiler.is_compiling()
+    product = how.product(x, weight, dtype)
+    chosen = choose("bias_activation", backend, kernels.activation_unsupported(x, act))
+    if options.interleaved and (product.in_fp8 or compiling or chosen not in NATIVE):  # those take halves
+        x, options = torch.cat((x[..., ::2], x[..., 1::2]), -1), options._replace(interleaved=False)
+    if chosen not in NATIVE or (compiling and not product.in_fp8):
+        given: dict[str, Any] = {"clamp": options.clamp, "linear_offset": options.linear_offset or 0.0, "save": save}
+        a = bias_activation(x, activation=act.name, token_weight=token_weight, **given)
+        return multiply_grouped_rows(a, weight, ends, product_type(a), how)
+    if compiling:  # rounded once, as an uncompiled call does
         a = activation_by_formula(x, None, token_weight, options, torch.float32, save)
-        return multiply_grouped_rows(a, weight, ends, product, in_fp8)
-    prologue = ActivationRows(options, chosen == "triton" and x.numel() > 0, saved.saved_format(x, save, act.parts), product)
+        return multiply_grouped_rows(a, weight, ends, dtype, how)
+    prologue = ActivationRows(options, chosen == "triton" and x.numel() > 0, saved.saved_format(x, save, act.parts), dtype)
     inputs = x, None, None if token_weight is None else token_weight.contiguous()
-    return run_grouped_linear(prologue, inputs, weight, ends, in_fp8=in_fp8)
+    return run_grouped_linear(prologue, inputs, weight, ends, product, how.lora)

@@ -3,7 +3,7 @@
 They compute ops/activation/formula.py's formula and dropout. Backward can also write y again, in dy's place: activation_linear
 keeps x only. Where an adapter's gradient alone asks for y, da = u.T @ y, backward makes that, and y is never written. So it makes
 db = dx.T @ t of an adapter of the layer that made x, which then need not read dx. A gated activation's linear half is the second
-of x, or a tensor of its own, `linear`, beside the gate x.
+of x, or a tensor of its own, `linear`, beside the gate x. PAIRS: both alternate in x, of which there is nothing but dx and y.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onepass.kernels.rows import aligned, known_align, load_vector
 from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.ops.activation.activations import Activation, activation_of
 from onepass.ops.activation.formula import ActivationOptions
-from onepass.ops.activation.saved_rows import load_rows, store_fp8_rows
+from onepass.ops.activation.saved_rows import load_pairs, load_rows, store_fp8_rows, store_pairs
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.op import Registered
 from onepass.runtime.saved import FP8_RUN, fp8_empty
@@ -45,7 +45,7 @@ def clamp_halves(gate, linear, clamp):
 def _forward_kernel(
     x_ptr, bias_ptr, weight_ptr, y_ptr, codes_ptr, exponents_ptr, seed_ptr, linear_ptr, M, SEED, H, X_ROW, LINEAR_ROW,
     clamp, offset, threshold, scale,
-    ACT: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
@@ -55,14 +55,17 @@ def _forward_kernel(
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None] & (columns < H)[None, :]
-    x = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
+    if PAIRS:
+        x, x2 = load_pairs(x_ptr, rows, tile * BLOCK_H, H, X_ROW, rows < M, BLOCK_H)
+    else:
+        x = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 0, PARTS, RUN)
     z = x + load_vector(bias_ptr, columns, columns < H)[None, :]
     if codes_ptr is not None:
         store_fp8_rows(codes_ptr, exponents_ptr, x, rows, tile, M, H, 0, PARTS, RUN)
     if GATED:
         if linear_ptr is not None:
             x2 = load_rows(linear_ptr, None, rows, columns, H, aligned(LINEAR_ROW, ALIGN), inside, 0, 1, RUN)
-        else:
+        elif not PAIRS:
             x2 = load_rows(x_ptr, None, rows, columns, H, X_ROW, inside, 1, PARTS, RUN)
         linear = x2 + load_vector(bias_ptr, columns + H, columns < H)[None, :]
         if codes_ptr is not None:
@@ -86,9 +89,9 @@ def _backward_kernel(
     dy_ptr, x_ptr, exponents_ptr, bias_ptr, weight_ptr, dx_ptr, y_ptr, dbias_ptr, partial_ptr, arrived_ptr, dweight_ptr,
     seed_ptr, linear_ptr, dlinear_ptr, u_ptr, da_ptr, t_ptr, db_ptr,
     M, ROWS, SEED, H, DY_ROW, X_ROW, LINEAR_ROW, R, T, clamp, offset, threshold, scale,
-    ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
-    ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, DERIVATIVE: tl.constexpr, MASKS: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr,
+    RUN: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if GATED else 1
     H, DY_ROW, X_ROW = aligned(H, ALIGN), aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN)
@@ -115,13 +118,16 @@ def _backward_kernel(
         inside = real[:, None] & within
         rows = tl.minimum(rows, M - 1)  # past the end the last row again, with dy 0
         dy = tl.load(dy_ptr + rows[:, None] * DY_ROW + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 0, PARTS, RUN) + bias
+        if PAIRS:
+            z, linear = load_pairs(x_ptr, rows, tile * BLOCK_H, H, X_ROW, real, BLOCK_H)
+        else:
+            z = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 0, PARTS, RUN) + bias
         if threshold is not None:
             dy = apply_dropout(dy, seed, rows, tile * BLOCK_H, threshold, scale, BLOCK_H)
         if GATED:
             if linear_ptr is not None:
                 linear = load_rows(linear_ptr, None, rows, columns, H, aligned(LINEAR_ROW, ALIGN), within, 0, 1, RUN) + bias2
-            else:
+            elif not PAIRS:
                 linear = load_rows(x_ptr, exponents_ptr, rows, columns, H, X_ROW, within, 1, PARTS, RUN) + bias2
             if clamp is not None:  # the boundary itself passes gradient, NaN does not
                 passes, passes2 = z <= clamp, (linear <= clamp) & (linear >= -clamp)
@@ -150,10 +156,12 @@ def _backward_kernel(
                 dz, dz2 = tl.where(passes, dz, 0.0), tl.where(passes2, dz2, 0.0)
             if dlinear_ptr is not None:
                 tl.store(dlinear_ptr + rows[:, None] * H + columns[None, :], dz2, mask=inside)
-            if dx_ptr is not None and linear_ptr is None:
+            if PAIRS and dx_ptr is not None:
+                store_pairs(dx_ptr, dz, dz2, rows, tile * BLOCK_H, H, real, BLOCK_H)
+            elif dx_ptr is not None and linear_ptr is None:
                 tl.store(dx_ptr + rows[:, None] * (2 * H) + (columns + H)[None, :], dz2, mask=inside)
             dbias2 += tl.where(inside, dz2, 0.0)
-        if dx_ptr is not None:
+        if dx_ptr is not None and not PAIRS:
             DX_ROW = H if linear_ptr is not None else PARTS * H
             tl.store(dx_ptr + rows[:, None] * DX_ROW + columns[None, :], dz, mask=inside)
         if y_ptr is not None:  # after dx, which had to wait for all of dy: y may take its place
@@ -227,55 +235,64 @@ def _widen_to_groups(t: ColumnTiles, threshold: int) -> ColumnTiles:
 
 @lru_cache(1024)
 def _bind_forward(
-    act: Activation, H: int, x_row: int, linear_row: int | None, clamp: float | None, offset: float | None, threshold: int,
-    block_m: int, block_h: int, num_warps: int,
+    act: Activation, H: int, x_row: int, linear_row: int | None, options: ActivationOptions, block_m: int, block_h: int,
+    num_warps: int,
 ) -> Bound:  # fmt: skip
-    options = clamp, offset, *probability(threshold)
+    numbers = options.clamp, options.linear_offset, *probability(options.threshold)
     align = known_align(H, x_row, linear_row or 0)
-    fixed = H, x_row, linear_row, *options, act.forward, act.gated, FP8_RUN, align, block_m, block_h
+    fixed = H, x_row, linear_row, *numbers, act.forward, act.gated, options.interleaved, FP8_RUN, align, block_m, block_h
     bound: Bound = _forward_kernel.bind(*fixed, num_warps=num_warps)
     return bound
 
 
 @lru_cache(4096)
 def _forward_plan(
-    act: Activation, M: int, H: int, x_row: int, linear_row: int | None, fp8: bool,
-    clamp: float | None, offset: float | None, threshold: int,
+    act: Activation, M: int, H: int, x_row: int, linear_row: int | None, fp8: bool, options: ActivationOptions
 ) -> tuple[Grid, Bound]:  # fmt: skip
+    """`options`: without a seed."""
+    threshold = options.threshold
     tiles = _widen_to_groups(_forward_tiles(M, H, fp8), threshold)
     if threshold and not fp8 and tiles.block_h == 512 and not H % 1024:  # a thread's two rows share their columns' random work
         tiles = tiles._replace(block_h=1024, across=H // 1024)
-    given = act, H, x_row, linear_row, clamp, offset, threshold
-    bound = _bind_forward(*given, tiles.block_m, tiles.block_h, tiles.num_warps)
+    bound = _bind_forward(act, H, x_row, linear_row, options, tiles.block_m, tiles.block_h, tiles.num_warps)
     return grid_of(tiles.across, ceil_div(M, tiles.block_m)), bound
 
 
 @lru_cache(1024)
 def bind_backward(
-    act: Activation, H: int, rows: Rows, clamp: float | None, offset: float | None, threshold: int, add: bool,
+    act: Activation, H: int, rows: Rows, options: ActivationOptions, add: bool,
     tile: tuple[int, int, int, int], ranks: tuple[int, int] = (0, 0),
 ) -> Bound:  # fmt: skip
     (dy_row, x_row, linear_row), (block_m, block_h, num_warps, stages) = rows, tile
     block_s = max(1, 1024 * num_warps // block_h)  # the last program sums 32 values a thread at once
     blocks = block_m, block_h, block_s, *[max(16, power_of_two(rank)) for rank in ranks]  # what tensor cores take
     bound: Bound = _backward_kernel.bind(
-        H, dy_row, x_row, linear_row, *ranks, clamp, offset, *probability(threshold), act.forward, act.derivative, act.masks,
-        act.gated, FP8_RUN, known_align(H, dy_row, x_row, linear_row or 0), add, *blocks, stages, num_warps=num_warps,
+        H, dy_row, x_row, linear_row, *ranks, options.clamp, options.linear_offset, *probability(options.threshold),
+        act.forward, act.derivative, act.masks, act.gated, options.interleaved, FP8_RUN,
+        known_align(H, dy_row, x_row, linear_row or 0), add, *blocks, stages, num_warps=num_warps,
     )  # fmt: skip
     return bound
 
 
 @lru_cache(4096)
 def _backward_plan(
-    act: Activation, M: int, H: int, rows: Rows, fp8: bool, threshold: int, clamp: float | None, offset: float | None,
-    add: bool, device: torch.device,
+    act: Activation, M: int, H: int, rows: Rows, fp8: bool, options: ActivationOptions, add: bool, device: torch.device
 ) -> tuple[ColumnTiles, Bound]:  # fmt: skip
-    t = _widen_to_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), threshold)
+    """`options`: without a seed."""
+    t = _widen_to_groups(_backward_tiles(M, H, act.gated, fp8, processors(device)), options.threshold)
+    if options.interleaved:  # pairs are taken apart and joined in registers
+        t = t._replace(num_warps=2 * t.num_warps)
     tile = t.block_m, t.block_h, t.num_warps, t.stages
-    return t, bind_backward(act, H, rows, clamp, offset, threshold, add, tile)
+    return t, bind_backward(act, H, rows, options, add, tile)
 
 
 # ---- launches ----
+
+
+def _of_call(options: ActivationOptions) -> tuple[Activation, ActivationOptions, int | None]:
+    """Return the activation, the options that a plan is for, and the seed."""
+    number = options.seed_number
+    return activation_of(options.activation), options if number is None else options._replace(seed_number=None), number
 
 
 def activation_forward(
@@ -283,8 +300,7 @@ def activation_forward(
     options: ActivationOptions, y_type: torch.dtype, codes: Tensor | None = None, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y, and write x's fp8 codes and exponents into `codes` and `exponents`."""
-    activation, clamp, offset, threshold, number = options
-    act = activation_of(activation)
+    act, options, number = _of_call(options)
     W = x.shape[-1]
     M = x.numel() // W
     H = W // act.parts if linear is None else W
@@ -296,7 +312,7 @@ def activation_forward(
     else:
         x, x_row = as_rows(x)
         y = x.new_empty((M, H) if x.dim() == 2 else (*x.shape[:-1], H), dtype=y_type)
-    grid, launch = _forward_plan(act, M, H, x_row, linear_row, codes is not None, clamp, offset, threshold)
+    grid, launch = _forward_plan(act, M, H, x_row, linear_row, codes is not None, options)
     launch(grid, x, bias, weight, y, codes, exponents, seed, linear, M, number)
     return y
 
@@ -321,8 +337,7 @@ def activation_backward(
         into_dy: dy is the caller's own, contiguous and of type `y_type`: y may be written over it.
         into: a contiguous tensor that dbias, which is needed, is added to.
     """
-    activation, clamp, offset, threshold, number = options
-    act = activation_of(activation)
+    act, options, number = _of_call(options)
     dy, dy_row = as_rows(dy)
     x, x_row = as_rows(x)
     H = dy.shape[-1]
@@ -331,8 +346,8 @@ def activation_backward(
     linear_row = None
     if linear is not None:
         linear, linear_row = as_rows(linear)
-    shape = act, M, H, (dy_row, x_row, linear_row), exponents is not None, threshold
-    tiles, launch = _backward_plan(*shape, clamp, offset, into is not None, device)
+    shape = act, M, H, (dy_row, x_row, linear_row), exponents is not None
+    tiles, launch = _backward_plan(*shape, options, into is not None, device)
     dx = y = dbias = partials = arrived = dweight = row_sums = dlinear = None
     if need_dx:
         dx = torch.empty_like(x, dtype=dx_type, memory_format=torch.contiguous_format)

@@ -38,12 +38,11 @@ def _lora_tiles(M: int, H: int, ranks: tuple[int, int], multiprocessors: int) ->
 
 @lru_cache(1024)
 def _lora_plan(
-    act: Activation, M: int, H: int, rows: Rows, ranks: tuple[int, int], clamp: float | None, offset: float | None,
-    device: torch.device,
+    act: Activation, M: int, H: int, rows: Rows, ranks: tuple[int, int], options: ActivationOptions, device: torch.device
 ) -> tuple[ColumnTiles, Bound]:  # fmt: skip
     tiles = _lora_tiles(M, H, ranks, processors(device))
     tile = tiles.block_m, tiles.block_h, tiles.num_warps, tiles.stages
-    return tiles, bind_backward(act, H, rows, clamp, offset, 0, False, tile, ranks)
+    return tiles, bind_backward(act, H, rows, options, False, tile, ranks)
 
 
 def activation_lora_backward(
@@ -57,7 +56,7 @@ def activation_lora_backward(
     (dy, dy_row), (x, x_row), ranks = as_rows(dy), as_rows(x), (u.shape[1], 0 if t is None else t.shape[1])
     H, W = dy.shape[-1], x.shape[-1]
     M = dy.numel() // H
-    plan = act, M, H, (dy_row, x_row, None), ranks, options.clamp, options.linear_offset, x.device
+    plan = act, M, H, (dy_row, x_row, None), ranks, options, x.device
     tiles, launch = _lora_plan(*plan)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     of_a = x.new_empty((tiles.down, ranks[0], H), dtype=torch.float32)

@@ -67,6 +67,21 @@ def load_rows(
 
 
 @device_function
+def load_pairs(x_ptr, rows, first, H, X_ROW, real, BLOCK_H: tl.constexpr):
+    """Load a block of gates and of what they multiply in fp32, which alternate along a row."""
+    columns = 2 * first + tl.arange(0, 2 * BLOCK_H)
+    x = tl.load(x_ptr + rows[:, None] * X_ROW + columns[None, :], mask=real[:, None] & (columns < 2 * H)[None, :], other=0.0)
+    return tl.split(tl.reshape(x.to(tl.float32), (x.shape[0], BLOCK_H, 2)))
+
+
+@device_function
+def store_pairs(x_ptr, gate, linear, rows, first, H, real, BLOCK_H: tl.constexpr):
+    columns = 2 * first + tl.arange(0, 2 * BLOCK_H)
+    x = tl.reshape(tl.join(gate, linear), (gate.shape[0], 2 * BLOCK_H))
+    tl.store(x_ptr + rows[:, None] * (2 * H) + columns[None, :], x, mask=real[:, None] & (columns < 2 * H)[None, :])
+
+
+@device_function
 def store_fp8_rows(
     codes_ptr, exponents_ptr, x, rows, tile, M, H, PART: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip

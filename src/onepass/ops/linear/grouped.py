@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onepass.ops.linear.routing import Routes, scatter_tokens
 from onepass.product.gathered_rows import GatheredRows
-from onepass.product.grouped import multiply_grouped_rows, run_grouped_linear, unfit_for_grouped_fp8
+from onepass.product.grouped import GroupedOptions, multiply_grouped_rows, run_grouped_linear
 from onepass.runtime.dispatch import product_type
 from onepass.runtime.fp8_recipe import Precision
 
@@ -27,16 +27,14 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, precision: Precision
         precision: ``fp8`` or an `onepass.FP8Recipe` runs forward and x's gradient in eight bits where PyTorch can. Elsewhere
             products keep their type, and the logger ``onepass`` says why.
     """
-    product = product_type(x)
-    in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
-    return multiply_grouped_rows(x, weight, ends, product, in_fp8)
+    return multiply_grouped_rows(x, weight, ends, product_type(x), GroupedOptions(precision))
 
 
-def gathered_grouped_linear(x: Tensor, weight: Tensor, routes: Routes, precision: Precision = None) -> Tensor:
+def gathered_grouped_linear(x: Tensor, weight: Tensor, routes: Routes, options: GroupedOptions) -> Tensor:
     """Return `grouped_linear` of each route's row of x, [tokens, K]. It saves x, not the rows: backward gathers them again."""
+    dtype = product_type(x)
     if torch.compiler.is_compiling():  # it keeps what it likes
-        return grouped_linear(scatter_tokens(x, routes), weight, routes.ends, precision)
-    product = product_type(x)
-    in_fp8 = precision is not None and unfit_for_grouped_fp8(precision, x, weight, product) is None
+        return multiply_grouped_rows(scatter_tokens(x, routes), weight, routes.ends, dtype, options)
     inputs = x, routes.tokens, routes.rows
-    return run_grouped_linear(GatheredRows(x.dtype, product), inputs, weight, routes.ends, in_fp8=in_fp8)
+    product = options.product(x, weight, dtype)
+    return run_grouped_linear(GatheredRows(x.dtype, dtype), inputs, weight, routes.ends, product, options.lora)

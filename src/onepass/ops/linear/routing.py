@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.gradients.written_names import WrittenNames, names_written
 from onepass.kernels.token_rows import order_rows, sum_rows
 from onepass.runtime.dispatch import not_twice_differentiable
 
@@ -22,7 +23,8 @@ class Routes(NamedTuple):
 
 class _Order(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, chosen: Tensor, experts: int) -> Any:
+    def forward(ctx: Any, weights: Tensor, chosen: Tensor, experts: int, written: WrittenNames | None) -> Any:
+        ctx.written = written
         by_row, tokens, rows, ends = order_rows(chosen, weights, experts)
         ctx.save_for_backward(rows)
         ctx.mark_non_differentiable(tokens, rows, ends)
@@ -30,14 +32,18 @@ class _Order(torch.autograd.Function):
 
     @staticmethod
     @not_twice_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+    @names_written
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return torch.where(rows < 0, torch.nan, grad[rows.clamp(min=0)]), None, None
+        return torch.where(rows < 0, torch.nan, grad[rows.clamp(min=0)]), None, None, None
 
 
-def sort_rows(weights: Tensor, chosen: Tensor, experts: int) -> Routes:
-    """Sort rows by expert. chosen [T, k]: each token's experts; weights [T, k]: theirs; experts: how many there are."""
-    return Routes(*_Order.apply(weights, chosen, experts))
+def sort_rows(weights: Tensor, chosen: Tensor, experts: int, written: WrittenNames | None = None) -> Routes:
+    """Sort rows by expert. chosen [T, k]: each token's experts; weights [T, k]: theirs; experts: how many there are.
+
+    `written`: what backward's errors name.
+    """
+    return Routes(*_Order.apply(weights, chosen, experts, written))
 
 
 # ---- scatter and gather: each is the other's gradient, and neither needs atomics ----
@@ -53,20 +59,25 @@ class _ScatterTokens(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return sum_rows(dy, rows), None, None
+        return sum_rows(dy, rows, None), None, None
 
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor, start: Tensor | None, written: WrittenNames | None
+    ) -> Tensor:  # fmt: skip
+        ctx.written = written
         ctx.save_for_backward(tokens)
-        return sum_rows(x, rows)  # type: ignore[no-any-return]
+        return sum_rows(x, rows, start)  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.written is not None:
+            ctx.written.clear()  # a pass begins
         (tokens,) = ctx.saved_tensors
-        return dy[tokens], None, None
+        return dy[tokens], None, None, dy if ctx.needs_input_grad[3] else None, None
 
 
 def scatter_tokens(x: Tensor, routes: Routes) -> Tensor:
@@ -75,7 +86,9 @@ def scatter_tokens(x: Tensor, routes: Routes) -> Tensor:
     return y
 
 
-def gather_tokens(x: Tensor, routes: Routes) -> Tensor:
-    """Sum each token's rows [T x k, H] to [T, H]."""
-    y: Tensor = _GatherTokens.apply(x, routes.tokens, routes.rows)
+def gather_tokens(
+    x: Tensor, routes: Routes, start: Tensor | None = None, written: WrittenNames | None = None
+) -> Tensor:  # fmt: skip
+    """Sum each token's rows [T x k, H], and those of `start`, to [T, H]. `written`: what the pass through a call will write."""
+    y: Tensor = _GatherTokens.apply(x, routes.tokens, routes.rows, start, written)
     return y

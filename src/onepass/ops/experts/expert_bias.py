@@ -1,0 +1,60 @@
+"""A bias for each expert, added to rows that are sorted by expert: y + t * bias[e], where t is a number a row, or 1.
+
+The products with one column are those of an adapter of rank 1 (kernels/low_rank.py), of which an expert is the document.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of, vector_gradient
+from onepass.gradients.written_names import WrittenNames, names_written
+from onepass.kernels.low_rank import NO_DROPOUT, lora_expand, lora_gradient, lora_shrink
+from onepass.runtime.dispatch import cast, not_twice_differentiable
+
+
+class _ExpertBias(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, bias: Tensor, ends: Tensor, t: Tensor | None, name: str, written: WrittenNames | None
+    ) -> Tensor:  # fmt: skip
+        column = cast(bias, y.dtype).unsqueeze(-1)
+        factors = y.new_ones(y.shape[0], 1) if t is None else cast(t, y.dtype).unsqueeze(-1)
+        needs = ctx.needs_input_grad
+        ctx.name, ctx.written = name, written
+        ctx.bias, ctx.t_type = bias, None if t is None else t.dtype
+        ctx.main_grads = main_grads_of(needs[1:2], bias)
+        ctx.save_for_backward(factors, ends, column if needs[3] else None)
+        return lora_expand(factors, column, y, ends, None, NO_DROPOUT)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @not_twice_differentiable
+    @names_written
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        factors, ends, column = ctx.saved_tensors
+        request, sums, dbias, dt = grad_requests(ctx, 2)[1], None, None, None
+        if request is not GradRequest.SKIP:
+            sums = lora_gradient(factors, dy, ends, None, True, NO_DROPOUT).squeeze(-1)
+        if column is not None:
+            dt = cast(lora_shrink(dy, column, ends, None, None, 1.0, NO_DROPOUT).squeeze(-1), ctx.t_type)
+        if sums is not None:
+            dbias = vector_gradient(sums, ctx.bias, ctx.main_grads[0], request)
+            if ctx.written is not None:
+                ctx.written.add(ctx.name, ctx.main_grads[0], request)
+        return dy if ctx.needs_input_grad[0] else None, dbias, None, dt, None, None
+
+
+def add_expert_bias(
+    y: Tensor, bias: Tensor | None, ends: Tensor, t: Tensor | None, name: str, written: WrittenNames | None
+) -> Tensor:  # fmt: skip
+    """Return y [M, N] and each row's expert's bias [E, N], times t [M]. `ends` [E]: where each expert's rows end.
+
+    `name`: what errors call the bias.
+    """
+    if bias is None:
+        return y
+    added: Tensor = _ExpertBias.apply(y, bias, ends, t, name, written)
+    return added
