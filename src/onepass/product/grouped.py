@@ -194,6 +194,7 @@ class _GroupedLinear(torch.autograd.Function):
         made = ctx.prologue.backward(kept, None, drows, None, of_inputs, rebuild=of_weight is not skip or of_a is not skip)
         rows = None if made.rows is None else cast(made.rows, dy.dtype)
         if of_weight is not skip:
+            assert rows is not None
             first, second = (rows, dy) if product.transposed else (dy, rows)
             of_call = ctx.vectors[0], ctx.main_grads[0], of_weight, product.name
             grads[0] = grouped_weight_gradient(first, second, ends, *of_call)

@@ -53,7 +53,7 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        return x[tokens]
+        return x.index_select(0, tokens)
 
     @staticmethod
     @not_twice_differentiable
@@ -77,7 +77,7 @@ class _GatherTokens(torch.autograd.Function):
         if ctx.written is not None:
             ctx.written.clear()  # a pass begins
         (tokens,) = ctx.saved_tensors
-        return dy[tokens], None, None, dy if ctx.needs_input_grad[3] else None, None
+        return dy.index_select(0, tokens), None, None, dy if ctx.needs_input_grad[3] else None, None
 
 
 def scatter_tokens(x: Tensor, routes: Routes) -> Tensor:
