@@ -684,6 +684,11 @@ OPS_ROWS = [
         "a router's choice of experts, weights, counts and losses in one kernel each way; groups, expert bias and capacity",
         "route",
     ),
+    (
+        "[`experts`](docs/guide.md#experts)",
+        "a mixture's experts: rows sorted, grouped products, biases, LoRA, gradients in `main_grad`; nothing waits for the GPU",
+        "experts",
+    ),
     ("[`softmax`](docs/guide.md#softmax)", "scaled, masked or causal softmax of attention scores", "softmax"),
     (
         "[`dropout_add`](docs/guide.md#dropout)",

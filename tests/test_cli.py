@@ -133,6 +133,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "cross_entropy": "--shape 32,1000 --labels 32",
         "dropout_add": "--shape 16,32 --residual 16,32 --p 0.1",
         "embedding": "--shape 4,512 --weight 1000,64",
+        "experts": "--shape 64,32 --up 4,96,32 --down 4,32,48 --chosen 64,2 --weights 64,2 --up-bias --shared --clamp 7",
         "gated_norm_linear": "--shape 16,64 --z 16,64 --norm-weight 16 --weight 8,64 --group-size 16",
         "gated_rms_norm": "--shape 16,4,64 --z 16,4,64 --weight --activation sigmoid",
         "layer_norm": "--shape 16,32 --weight --bias",

@@ -72,7 +72,14 @@ SAMPLES = {
     ),
 }  # fmt: skip
 
-SHAPES_OF: dict[str, Any] = {"experts": {}}
+SHAPES_OF: dict[str, Any] = {
+    "experts": {
+        "up_bias": lambda x, given: (given["up"][0], given["up"][2 if given["transposed"] else 1]),
+        "down_bias": lambda x, given: (given["up"][0], x.shape[-1]),
+        "shared": lambda x, given: x.shape,
+    }
+}  # fmt: skip
+TYPES_OF = {"chosen": torch.int64}
 
 
 # ---- random calls ----
