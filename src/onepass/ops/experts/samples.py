@@ -74,7 +74,7 @@ SAMPLES = {
 
 SHAPES_OF: dict[str, Any] = {
     "experts": {
-        "up_bias": lambda x, given: (given["up"][0], given["up"][2 if given["transposed"] else 1]),
+        "up_bias": lambda x, given: (given["up"][0], given["up"][2 if given.get("transposed") else 1]),
         "down_bias": lambda x, given: (given["up"][0], x.shape[-1]),
         "shared": lambda x, given: x.shape,
     }
