@@ -27,7 +27,7 @@ from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.ops.norm import gated_kernels as kernels
 from onepass.ops.norm.gated_kernels import GatedNormOptions
-from onepass.ops.norm.gated_norm import check_gated_norm, gated_formula, gated_options, unsupported
+from onepass.ops.norm.gated_norm import check_gated_norm, gated_options, gated_rms_norm_reference, unsupported
 from onepass.ops.norm.gated_rows import GatedNormRows, gated_by_formula
 from onepass.product.function import is_plain, multiply_rows, run_linear
 from onepass.product.lora import Adapters, LoRA, adapters_of, add_adapters, check_adapters, describe_adapters
@@ -54,32 +54,26 @@ from onepass.runtime.sharding import (
 
 
 def gated_norm_linear_reference(
-    x: Tensor,
-    z: Tensor,
-    norm_weight: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    zero_centered_gamma: bool = False,
-    activation: str = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    lora: Adapters = None,
-) -> Tensor:
-    """Return y by the formula, for every type."""
-    options, head = _options(x, norm_weight, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
-    x_heads, z_heads = (t.unflatten(-1, (-1, head)) for t in (x, z))
-    rows = gated_formula(x_heads, norm_weight, z_heads, options).flatten(-2)
+    x: Tensor, z: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, lora: Adapters = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Return y by the formula, for every type. `options`: those of `gated_rms_norm`."""
+    x_heads, z_heads = (t.unflatten(-1, (-1, _head(x, norm_weight))) for t in (x, z))
+    rows = gated_rms_norm_reference(x_heads, z_heads, norm_weight, **options).flatten(-2)
     return add_adapters(F.linear(rows, weight, bias), rows, adapters_of(lora))
+
+
+def _head(x: Tensor, norm_weight: Tensor | None) -> int:
+    """Return the columns of a head: of x, or of a norm_weight that groups share."""
+    return x.shape[-1] if norm_weight is None else norm_weight.shape[0]
 
 
 def _options(
     x: Tensor, norm_weight: Tensor | None, eps: float, zero_centered_gamma: bool, activation: str, norm_before_gate: bool,
     group_size: int | None,
 ) -> tuple[GatedNormOptions, int]:  # fmt: skip
-    """Return the norm's options, and the columns of a head: of x, or of a norm_weight that groups share."""
-    head = x.shape[-1] if norm_weight is None else norm_weight.shape[0]
+    """Return the norm's options, and the columns of a head."""
+    head = _head(x, norm_weight)
     return gated_options(head, eps, zero_centered_gamma, activation, norm_before_gate, group_size), head
 
 
