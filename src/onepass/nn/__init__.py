@@ -2,6 +2,7 @@
 
 from onepass.nn.bias_activation import BiasActivation
 from onepass.nn.embedding import VocabParallelEmbedding
+from onepass.nn.experts import Experts
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.linear_divergence import LinearDivergence
@@ -16,6 +17,7 @@ __all__ = [
     "MLP",
     "BiasActivation",
     "ColumnParallelLinear",
+    "Experts",
     "GatedRMSNorm",
     "LayerNorm",
     "Linear",
