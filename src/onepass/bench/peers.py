@@ -32,6 +32,7 @@ PACKAGES = {
     "Megatron-core": PeerPackage("megatron.core", "megatron-core"),
     "QuACK": PeerPackage("quack", "quack-kernels"),
     "TRL": PeerPackage("trl", "trl"),
+    "transformers": PeerPackage("transformers", "transformers"),
     "flash-attn 4": PeerPackage("flash_attn.cute", "flash-attn-4"),
     "Apex": PeerPackage("apex", "apex"),
     "Transformer Engine": PeerPackage("transformer_engine", "transformer-engine"),
