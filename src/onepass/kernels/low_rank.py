@@ -128,10 +128,11 @@ def _shrink_kernel(
 @kernel
 def _expand_kernel(
     t_ptr, w_ptr, y_ptr, start_ptr, ends_ptr, seed_ptr, M, FIRST, SEED,
-    C, R, OWN, W_E, W_C, W_R, START_ROW, E, threshold, scale,
+    C, R, W_E, W_C, W_R, START_ROW, E, threshold, scale,
     ALIGN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A program has OWN columns, for which it finds its rows' documents once."""
+    """A program has several blocks of columns, for which it finds its rows' documents once."""
     C = aligned(C, ALIGN)
     block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -140,8 +141,8 @@ def _expand_kernel(
         documents, first, last, wrong = _documents_of(ends_ptr, rows, M, E, BLOCK_E)
     if threshold is not None:
         seed = load_seed(seed_ptr, SEED)
-    begin = tl.program_id(0) * OWN
-    for left in range(begin, tl.minimum(begin + OWN, C), BLOCK_C):
+    for own_block in range(BLOCKS):
+        left = (tl.program_id(0) * BLOCKS + own_block) * BLOCK_C
         c = left + tl.arange(0, BLOCK_C)
         inside = (rows < M)[:, None] & (c < C)[None, :]
         y = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
@@ -232,7 +233,7 @@ def _shrink_plan(
     M, C, R = shape
     both = bool(groups[0] and threshold)  # more would not fit in registers
     block_r = _rank_block(R, 32 if wide else 64 if both else 128)
-    block_m = 16 if wide and both else 32 if wide or threshold or block_r > 32 else 64
+    block_m = 16 if wide and both else 32 if wide or threshold or block_r > 32 or C % 16 else 64  # of any width: registers
     block_c = 32 if wide and both else 64 if wide or both or block_r > 64 else 128
     across, down, parts = ceil_div(R, block_r), ceil_div(M, block_m), 1
     while parts < 8 and parts * across * down * block_m <= 64 * multiprocessors and 8 * parts * block_c <= C:
@@ -245,12 +246,13 @@ def _shrink_plan(
 def _expand_plan(C: int, R: int, strides: Sizes, threshold: int, groups: Sizes, wide: bool) -> tuple[Bound, int, int]:
     *of_w, start_row = strides
     E, block_e = groups
-    block_m, block_c, block_r = (32, 64, _LEAST) if wide else (64, 64 if E else 128, _rank_block(R, 64))
-    num_warps = 4 if wide or E else 8
-    own = block_c * (_EXPAND_BLOCKS if E else 1)
-    sizes = C, R, own, *of_w, start_row, E, *probability(threshold)
-    bound = _expand_kernel.bind(*sizes, known_align(C, start_row), block_e, block_m, block_c, block_r, num_warps=num_warps)
-    return bound, block_m, ceil_div(C, own)
+    several = bool(E and not threshold and not wide and C % 16 == 0)  # blocks: of others registers have no room
+    block_m, block_c, block_r = (32, 64, _LEAST) if wide else (64, 64 if several else 128, _rank_block(R, 64))
+    blocks = _EXPAND_BLOCKS if several else 1
+    tile = known_align(C, start_row), block_e, block_m, block_c, block_r, blocks
+    sizes = C, R, *of_w, start_row, E, *probability(threshold)
+    bound = _expand_kernel.bind(*sizes, *tile, num_warps=4 if wide or several else 8)
+    return bound, block_m, ceil_div(C, block_c * blocks)
 
 
 @lru_cache(1024)
