@@ -50,6 +50,8 @@ def is_right(module, case, kind="random", invalid=False):
             at = places[:, column]
             y = y + torch.where((at < 0)[:, None], torch.nan, x[at.clamp(min=0)].float())
         right.append(torch.equal(module.sum_rows(x, places, None).nan_to_num(7e3), y.to(dtype).nan_to_num(7e3)))
+        spread = module.spread_rows(x[:tokens], owners, places)
+        right.append(all(torch.equal(spread[at], x[token]) for token, row in enumerate(places.tolist()) for at in row if at >= 0))
     return all(right)
 
 
@@ -100,6 +102,8 @@ MUTANTS = {
     "row, not token": ("_order", 'items.div(chosen.shape[-1], rounding_mode="floor")', "items"),
     "sums without the last": ("_sum_kernel", "tl.static_range(K)", "tl.static_range(K - 1 if K > 1 else K)"),
     "a missing row is 0": ("_sum_kernel", 'other=float("nan")', "other=0.0"),
+    "spread to the first place alone": ("_spread_kernel", "tokens * K + j", "tokens * K"),
+    "a place that there isn't": ("_spread_kernel", "inside & (place >= 0)", "inside"),
     "rows by x's width": ("_sum_kernel", "place * X_ROW", "place * H"),
 }  # fmt: skip
 

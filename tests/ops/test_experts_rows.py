@@ -116,7 +116,7 @@ def test_an_expert_that_there_is_not():
 
 
 MUTANTS = {
-    "backward takes x's first rows": (gathered_rows, "GatheredRows.rows_again", "self._gathered(*kept[:2])", "kept[0]"),
+    "backward takes x's first rows": (gathered_rows, "GatheredRows.rows_again", "self._gathered(*kept)", "kept[0]"),
     "dx of one row a token": (gathered_rows, "GatheredRows.backward", "(drows, kept[2], None)", "(drows, kept[2][:, :1], None)"),
     "the token's weight left out": (activation_grouped, "multiply_activated_rows", "if token_weight is None", "if True"),
 }  # fmt: skip

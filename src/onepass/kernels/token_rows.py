@@ -1,4 +1,4 @@
-"""Tokens' rows for a mixture of experts: sorted by expert, and summed by token. Neither waits for the host or takes atomics.
+"""Tokens' rows for a mixture of experts: sorted by expert, spread, and summed by token. Nothing waits for the host; no atomics.
 
 Shapes   chosen [T, k], integers: each token's experts. weights [T, k]: theirs. x [T k, H]: rows sorted by expert.
 Order    places [T, k] int32: where each token's rows lie; tokens [T k] int32: whose row lies there; ends [E] int32: where each
@@ -6,7 +6,8 @@ Order    places [T, k] int32: where each token's rows lie; tokens [T k] int32: w
          all others, and has the place -1.
 Sum      y[t] = start[t], where there is one, and x's rows of token t in the order of its experts, in fp32 or wider. NaN where
          a place is -1.
-Bytes    the order is two launches over T k numbers; the sum reads x once and writes y once.
+Spread   rows [T k, H]: each token's row at its places. What lies after the last end is not written.
+Bytes    the order is two launches over T k numbers; the sum reads x once and writes y once, and so does what spreads.
 """
 
 from __future__ import annotations
@@ -90,6 +91,20 @@ def _sum_kernel(
     tl.store(y_ptr + tokens[:, None] * H + columns[None, :], y, mask=inside)
 
 
+@kernel
+def _spread_kernel(
+    x_ptr, places_ptr, y_ptr, M, H, X_ROW, K: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    H, X_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN)
+    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
+    tokens, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = (tokens < M)[:, None] & (columns < H)[None, :]
+    x = tl.load(x_ptr + tokens[:, None] * X_ROW + columns[None, :], mask=inside)
+    for j in tl.static_range(K):
+        place = tl.load(places_ptr + tokens * K + j, mask=tokens < M, other=-1).to(tl.int64)[:, None]
+        tl.store(y_ptr + place * H + columns[None, :], x, mask=inside & (place >= 0))
+
+
 # ---- launches, and formulas where no kernel can run ----
 
 
@@ -141,17 +156,40 @@ def _sum(x: Tensor, places: Tensor, start: Tensor | None) -> Tensor:
     y, start_row = x.new_empty(T, H), None
     if start is not None:
         start, start_row = as_rows(start)
-    launch, block_t, across = _sum_plan(H, x_row, start_row, k, x.dtype.itemsize)
-    launch(grid_of(across, ceil_div(T, block_t)), x, places, start, y, T)
+    block_t, block_h = _blocks(H, x.dtype.itemsize)
+    launch = _bind_sum(H, x_row, start_row, k, block_t, block_h)
+    launch(grid_of(ceil_div(H, block_h), ceil_div(T, block_t)), x, places, start, y, T)
+    return y
+
+
+def _blocks(H: int, size: int) -> tuple[int, int]:
+    """Return blocks of tokens and columns of 2 KiB, of whole rows where they are short."""
+    block_h = min(power_of_two(H), 2048 // size)
+    return max(1, 2048 // size // block_h), block_h
+
+
+@lru_cache(256)
+def _bind_sum(H: int, x_row: int, start_row: int | None, k: int, block_t: int, block_h: int) -> Bound:
+    bound: Bound = _sum_kernel.bind(H, x_row, start_row, k, known_align(H, x_row, start_row or 0), block_t, block_h)
+    return bound
+
+
+def _spread(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    T, k = places.shape
+    H = x.shape[-1]
+    if not T * H or x.dtype.itemsize > 4 or triton_unsupported(x) is not None:
+        return x.index_select(0, tokens)
+    x, x_row = as_rows(x)
+    y, (block_t, block_h) = x.new_empty(T * k, H), _blocks(H, x.dtype.itemsize)
+    launch = _bind_spread(H, x_row, k, block_t, block_h)
+    launch(grid_of(ceil_div(H, block_h), ceil_div(T, block_t)), x, places, y, T)
     return y
 
 
 @lru_cache(256)
-def _sum_plan(H: int, x_row: int, start_row: int | None, k: int, size: int) -> tuple[Bound, int, int]:
-    block_h = min(power_of_two(H), 2048 // size)
-    block_t = max(1, 2048 // size // block_h)
-    bound = _sum_kernel.bind(H, x_row, start_row, k, known_align(H, x_row, start_row or 0), block_t, block_h)
-    return bound, block_t, ceil_div(H, block_h)
+def _bind_spread(H: int, x_row: int, k: int, block_t: int, block_h: int) -> Bound:
+    bound: Bound = _spread_kernel.bind(H, x_row, k, known_align(H, x_row), block_t, block_h)
+    return bound
 
 
 def _sum_formula(x: Tensor, places: Tensor, start: Tensor | None) -> Tensor:
@@ -173,6 +211,11 @@ def _order_fake(chosen: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, 
 
 order_rows = Registered(
     "order_rows(Tensor chosen, Tensor weights, int experts) -> (Tensor, Tensor, Tensor, Tensor)", _order, _order_fake
+)
+spread_rows = Registered(
+    "spread_rows(Tensor x, Tensor tokens, Tensor places) -> Tensor",
+    _spread,
+    lambda x, tokens, places: x.new_empty(tokens.shape[0], x.shape[-1]),
 )
 sum_rows = Registered(
     "sum_rows(Tensor x, Tensor places, Tensor? start) -> Tensor",

@@ -14,7 +14,7 @@ from torch import Tensor
 from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.vectors import VectorGrads
 from onepass.kernels.fp8_cast import cast_rows
-from onepass.kernels.token_rows import sum_rows
+from onepass.kernels.token_rows import spread_rows, sum_rows
 from onepass.product.fp8.prologue import Codes
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime.dispatch import cast
@@ -31,11 +31,11 @@ class GatheredRows(NamedTuple):
     returns: tuple[bool, bool] = (False, False)
 
     def rows(self, inputs: Inputs, needs: Needs) -> tuple[Tensor, Kept]:
-        return self._gathered(*inputs[:2]), self._kept(inputs, needs)
+        return self._gathered(*inputs), self._kept(inputs, needs)
 
-    def _gathered(self, x: Tensor | None, tokens: Tensor | None) -> Tensor:
-        assert x is not None and tokens is not None
-        return cast(x, self.dtype).index_select(0, tokens)
+    def _gathered(self, x: Tensor | None, tokens: Tensor | None, places: Tensor | None) -> Tensor:
+        assert x is not None
+        return spread_rows(cast(x, self.dtype), tokens, places)  # type: ignore[no-any-return]
 
     def _kept(self, inputs: Inputs, needs: Needs) -> Kept:
         x, tokens, places = inputs
@@ -44,15 +44,15 @@ class GatheredRows(NamedTuple):
         return x if needs[3] else None, tokens, places  # the weight's gradient takes x
 
     def codes(self, inputs: Inputs, target: FP8Target, needs: Needs) -> tuple[Codes, Kept]:
-        x, tokens, _ = inputs
+        x, tokens, places = inputs
         assert x is not None and tokens is not None
         codes, inverse = cast_rows(x, target.dtype)
         assert inverse is not None
-        gathered = codes.view(torch.uint8).index_select(0, tokens).view(target.dtype)
+        gathered = spread_rows(codes.view(torch.uint8), tokens, places).view(target.dtype)
         return (gathered, inverse.view(-1).index_select(0, tokens)), self._kept(inputs, needs)
 
     def rows_again(self, kept: Kept) -> Tensor:
-        return self._gathered(*kept[:2])
+        return self._gathered(*kept)
 
     def backward(
         self, kept: Kept, vectors: VectorGrads | None, drows: Tensor | None, dx: Tensor | None, requests: Sequence[GradRequest],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.written_names import WrittenNames, names_written
-from onepass.kernels.token_rows import order_rows, sum_rows
+from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
 from onepass.runtime.dispatch import not_twice_differentiable
 
 
@@ -53,7 +53,7 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        return x.index_select(0, tokens)
+        return spread_rows(x, tokens, rows)  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
@@ -68,7 +68,7 @@ class _GatherTokens(torch.autograd.Function):
         ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor, start: Tensor | None, written: WrittenNames | None
     ) -> Tensor:  # fmt: skip
         ctx.written = written
-        ctx.save_for_backward(tokens)
+        ctx.save_for_backward(tokens, rows)
         return sum_rows(x, rows, start)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -76,8 +76,7 @@ class _GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.written is not None:
             ctx.written.clear()  # a pass begins
-        (tokens,) = ctx.saved_tensors
-        return dy.index_select(0, tokens), None, None, dy if ctx.needs_input_grad[3] else None, None
+        return spread_rows(dy, *ctx.saved_tensors), None, None, dy if ctx.needs_input_grad[3] else None, None
 
 
 def scatter_tokens(x: Tensor, routes: Routes) -> Tensor:
