@@ -76,7 +76,7 @@ REPLACED = {
     "Olmo2": _LLAMA | {"norm": {"rms_norm"}, "qkv": {"linear", _BOTH}},
     "GptOss": {
         "norm": {"rms_norm"}, "qkv": {"linear", "documents for padded masks, windows of 5, sinks"},
-        "loss": {"linear_cross_entropy"},
+        "mlp": {"grouped products, quick_geglu, clamped at 7, offset 1, interleaved"}, "loss": {"linear_cross_entropy"},
     },
 }  # fmt: skip
 

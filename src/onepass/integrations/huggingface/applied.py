@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import nn
 
 from onepass.integrations.huggingface.attentions import replace_attentions
+from onepass.integrations.huggingface.dense_experts import replace_dense_experts
 from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
 from onepass.integrations.huggingface.lora import replace_lora
@@ -247,7 +248,10 @@ def _replaced(
     norms, told = replace_norms(model, patches) if norm else ({}, [])
     rows += told
     mlps, told = replace_mlps(model, patches) if mlp else ({}, [])
-    rows += told + (replace_experts(model, patches) if mlp else [])
+    rows += told
+    if mlp:
+        done, told = replace_dense_experts(model, patches)
+        rows += told + replace_experts(model, patches, done)
     attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
     rows += told
     if norms and (mlps or attentions):
