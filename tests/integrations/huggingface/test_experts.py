@@ -303,7 +303,7 @@ def test_an_activation_with_an_option(approximate, name, monkeypatch):
     module.config._experts_implementation = "onepass"
     torch.testing.assert_close(module(*INPUTS), expected, rtol=1e-5, atol=1e-4)
     asked = []
-    monkeypatch.setattr(experts_interface, "experts", lambda *args, **_: asked.append(args[5]))
+    monkeypatch.setattr(experts_interface, "experts", lambda x, *args, **_: asked.append(args[4]) or x)
     module(*INPUTS)
     assert asked == [name]
 
@@ -386,6 +386,12 @@ def test_a_change_after_apply_is_what_runs(what):
     assert_alike(step(model, **batch()), expected)
     (row,) = [row for row in applied.rows if row.name == "model.layers.1.feed_forward"]
     assert (row.by is None) is ("shared" not in what)
+
+
+def test_in_eight_bits_its_experts_keep_their_type():
+    applied = huggingface.apply(made(BY_APPLY_ALONE), precision="fp8")
+    why = {row.why for row in applied.rows if row.part == "precision" and row.kind == "Llama4TextExperts"}
+    assert why == {"experts of chosen rows keep their type"}
 
 
 def test_only_the_chosen_rows_are_multiplied(monkeypatch):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface import expert_trials as trials
-from onepass.integrations.huggingface.expert_trials import EXPERTS, HIDDEN, Gate, Layout
+from onepass.integrations.huggingface.expert_trials import EXPERTS, HIDDEN, ExpertsLayout, Gate
 from onepass.integrations.huggingface.experts import ExpertsMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import FP64, Function, close, own_forward, parameters_of, probe, probe_forward, randn
@@ -81,7 +81,7 @@ def _find_experts(module: nn.Module) -> ExpertsMatch | None:
     return None
 
 
-def _gate_of(module: nn.Module, layout: Layout) -> Gate | None:
+def _gate_of(module: nn.Module, layout: ExpertsLayout) -> Gate | None:
     """Return the activation of experts that get their tokens in turn, if they make 0 of 0."""
 
     def activate(h: Tensor) -> Any:

@@ -85,7 +85,7 @@ def _candidates(run: Callable[[Tensor], Any]) -> Iterator[Gate]:
 # ---- experts ----
 
 
-class Layout(NamedTuple):
+class ExpertsLayout(NamedTuple):
     """Names of a module's parameters, and how its weights lie."""
 
     up: str
@@ -100,7 +100,7 @@ class Layout(NamedTuple):
         return 2 if self.gated else 1
 
 
-def layouts_of(module: nn.Module) -> Iterator[Layout]:
+def layouts_of(module: nn.Module) -> Iterator[ExpertsLayout]:
     """Yield the ways in which the shapes of a module's parameters are those of experts."""
     shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     stacks = [name for name, shape in shapes.items() if len(shape) == 3]
@@ -113,9 +113,11 @@ def layouts_of(module: nn.Module) -> Iterator[Layout]:
             for gated in (True, False):
                 if shapes[down][0] != count or sizes != [hidden, wide // (2 if gated else 1)]:
                     continue
-                for up_bias, down_bias in (biases, biases[::-1]) if biases else ((None, None),):
-                    if up_bias is None or (shapes[up_bias], shapes[down_bias]) == ((count, wide), (count, hidden)):
-                        yield Layout(up, down, up_bias, down_bias, gated, transposed)
+                if not biases:
+                    yield ExpertsLayout(up, down, None, None, gated, transposed)
+                for up_bias, down_bias in (biases, biases[::-1]) if biases else ():
+                    if (shapes[up_bias], shapes[down_bias]) == ((count, wide), (count, hidden)):
+                        yield ExpertsLayout(up, down, up_bias, down_bias, gated, transposed)
 
 
 def _sizes(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
@@ -135,7 +137,7 @@ class TrialExperts(NamedTuple):
         return torch.einsum("tei,ehi->teh", gate.formula(h), self.down) + self.down_bias
 
 
-def identities(layout: Layout) -> TrialExperts:
+def identities(layout: ExpertsLayout) -> TrialExperts:
     """Return experts that give the activation's result in their first INNER columns, and 0 in others."""
     eye = torch.eye(INNER * layout.parts, dtype=torch.float64, device="cpu").expand(EXPERTS, -1, -1)
     none = eye.new_zeros(eye.shape[:2])
@@ -147,7 +149,7 @@ def narrow(y: Any, rows: int) -> Any:
     return y[:rows, :INNER] if isinstance(y, Tensor) and y.dim() == 2 else None
 
 
-def random_experts(layout: Layout) -> TrialExperts:
+def random_experts(layout: ExpertsLayout) -> TrialExperts:
     wide = INNER * layout.parts
     up, down = randn(EXPERTS, wide, HIDDEN, seed=2), randn(EXPERTS, HIDDEN, INNER, seed=3)
     up_bias, down_bias = randn(EXPERTS, wide, seed=5), randn(EXPERTS, HIDDEN, seed=6)
@@ -155,7 +157,7 @@ def random_experts(layout: Layout) -> TrialExperts:
     return TrialExperts(up, down, up_bias * biased, down_bias * biased)
 
 
-def run_experts(module: Any, layout: Layout, trial: TrialExperts, *inputs: Tensor) -> Any:
+def run_experts(module: Any, layout: ExpertsLayout, trial: TrialExperts, *inputs: Tensor) -> Any:
     """Run the module's code with other parameters."""
     config, hidden = getattr(module, "config", None), trial.down.shape[1]
     attributes = {} if config is None else {"config": shallow(config, _experts_implementation="eager")}

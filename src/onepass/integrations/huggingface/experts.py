@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface import expert_trials as trials
-from onepass.integrations.huggingface.expert_trials import HIDDEN, Gate, Layout
+from onepass.integrations.huggingface.expert_trials import HIDDEN, ExpertsLayout, Gate
 from onepass.integrations.huggingface.linear_layers import precision_of
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import close, own_forward, parameters_of, randn
@@ -28,7 +28,7 @@ _TOKENS = 5
 @dataclass
 class ExpertsMatch:
     module: nn.Module
-    layout: Layout
+    layout: ExpertsLayout
     gate: Gate
     snapshot: Snapshot = UNREAD
 
@@ -58,7 +58,7 @@ def find_experts(module: nn.Module) -> ExpertsMatch | None:
     return None
 
 
-def _gate_of(module: nn.Module, layout: Layout) -> Gate | None:
+def _gate_of(module: nn.Module, layout: ExpertsLayout) -> Gate | None:
     """Return the activation between the products, if the module's code computes experts of this layout, else None.
 
     The first trial has identities in place of weights, so that the activation's result is seen. The second has random experts.

@@ -40,10 +40,10 @@ def onepass_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tenso
     Raises:
         ValueError: the class computes something that `onepass.experts` doesn't.
     """
-    act = getattr(self, "act_fn", None)
+    act: Any = getattr(self, "act_fn", None)
     is_module = isinstance(act, nn.Module)
     plain = not is_module or not (act._parameters or act._buffers or act._modules)
-    gate = _gate_of(type(self), type(act) if is_module else act, _numbers(act) if plain else None, _numbers(self))
+    gate = _GATES[_gate_of(type(self), type(act) if is_module else act, _numbers(act) if plain else None, _numbers(self))]
     up, up_bias = ("gate_up_proj", "gate_up_proj_bias") if self.has_gate else ("up_proj", "up_proj_bias")
     y = experts(
         hidden_states,
@@ -68,10 +68,14 @@ def _numbers(module: Any) -> _Numbers:
     return tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str)))
 
 
-def _gate_of(kind: Any, act: Any, act_numbers: _Numbers | None, numbers: _Numbers) -> Gate:
-    """Return what is between the products of experts of this class. A compiler calls it while it traces, for a constant.
+_GATES: dict[str, Gate] = {}  # those that were found, by their words
 
-    Its arguments have no module, whose identity the compiler would guard: then each layer would be compiled by itself.
+
+def _gate_of(kind: Any, act: Any, act_numbers: _Numbers | None, numbers: _Numbers) -> str:
+    """Return in words what is between the products of experts of this class. A compiler calls it as it traces.
+
+    It takes no module, whose identity would be guarded: then each layer would be compiled by itself. It returns a word, as only
+    those are constants for the compiler.
     act: a function or a class; act_numbers: None where the activation has tensors or modules.
     """
     return _found_gate(kind, act, act_numbers, numbers)
@@ -82,7 +86,8 @@ _gate_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache
-def _found_gate(kind: Any, act: Any, act_numbers: _Numbers | None, numbers: _Numbers) -> Gate:
+def _found_gate(kind: Any, act: Any, act_numbers: _Numbers | None, numbers: _Numbers) -> str:
+    """Return the gate's words, and enter it in _GATES."""
     experts: Any = _bare(kind, numbers)
     if getattr(experts, "_is_expert_parallel", False):
         raise ValueError(_refusal(kind, "runs its experts on several ranks"))
@@ -96,7 +101,9 @@ def _found_gate(kind: Any, act: Any, act_numbers: _Numbers | None, numbers: _Num
         gate = find_gate(lambda h: probe_forward(experts, h, probed_code=code), experts.has_gate)
     if gate is None:
         raise ValueError(_refusal(kind, "has an activation that onepass hasn't"))
-    return gate
+    words = str(gate)
+    _GATES[words] = gate
+    return words
 
 
 def _activate(experts: Any, h: Tensor) -> Any:

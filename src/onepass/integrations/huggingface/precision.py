@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.dense_experts import DenseExpertsMatch
 from onepass.integrations.huggingface.experts import ExpertsMatch
 from onepass.integrations.huggingface.linear_layers import by_linear, is_conv1d, is_linear, sizes_of
 from onepass.integrations.huggingface.linears import LinearsMatch
@@ -58,6 +59,8 @@ def set_precision(
     inside = {*_in_blocks(model), *(module for match in matches for module in match.owner.modules())}
     shapes = {layer: _shape_of(match) for match in matches for layer in match.linears}
     adapters, rows = set(_adapters(model)), []
+    matches_of = (vars(module).get("_onepass") for module in model.modules())
+    dense = {match.experts.module for match in matches_of if isinstance(match, DenseExpertsMatch)}
     for name, module in model.named_modules():
         row = partial(AppliedRow, name, type(module).__name__, "precision")
         why: str | None
@@ -67,7 +70,7 @@ def set_precision(
             continue
         elif _is_experts(module):
             match = vars(module).get("_onepass")
-            why = _unfit_experts(match)
+            why = "experts of chosen rows keep their type" if module in dense else _unfit_experts(match)
             if why is None:
                 rows.append(row(by=_set_experts(name, match, patches, recipe), match=match))
                 continue
