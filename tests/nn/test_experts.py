@@ -89,6 +89,17 @@ def test_it_starts_as_the_linear_layers_of_each_expert(transposed):
             assert (scaled.std(1) * math.sqrt(3) - 1).abs().max() < 0.15
 
 
+def test_recompute_keeps_no_rows_of_experts():
+    x = tokens()
+    routing, kept = routed(x), {}
+    for recompute in (False, True):
+        shapes = kept[recompute] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=shapes: s.append(tuple(t.shape)) or t, lambda t: t):
+            made(recompute=recompute)(x, routing)
+    of_up = K * len(x), 2 * SIZE
+    assert of_up in kept[False] and of_up not in kept[True]
+
+
 def test_main_grad_has_the_gradients():
     module, x = made(bias=True), tokens()
     routing, dy = routed(x), tokens(seed=4)
