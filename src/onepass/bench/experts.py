@@ -33,7 +33,7 @@ from onepass.ops.experts.experts import experts
 _QWEN, _MIXTRAL, _GPT_OSS = (16384, 2048, 128, 768, 8), (16384, 4096, 8, 14336, 2), (16384, 2880, 32, 2880, 4)
 _SMALL, _TINY = (256, 128, 8, 96, 2), (64, 64, 4, 32, 2)
 _SHAPES = Shapes(
-    gpu={"swiglu": [_QWEN, _MIXTRAL], "swiglu main_grad": [_QWEN, _MIXTRAL], "gpt-oss": [_GPT_OSS]},
+    gpu={"swiglu": [_QWEN, _MIXTRAL], "swiglu main_grad": [_QWEN], "gpt-oss": [_GPT_OSS]},
     gpu_quick={"swiglu": [_QWEN]},
     cpu={"swiglu": [_SMALL], "swiglu main_grad": [_SMALL], "gpt-oss": [_SMALL]},
     cpu_quick={"swiglu": [_TINY]},
