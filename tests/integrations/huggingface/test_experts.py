@@ -26,6 +26,7 @@ from onepass.integrations.huggingface import experts as experts_module  # noqa: 
 from onepass.integrations.huggingface.expert_trials import Gate, find_gate  # noqa: E402
 from onepass.integrations.huggingface.experts import find_experts  # noqa: E402
 from onepass.integrations.huggingface.probe import fresh_defaults  # noqa: E402
+from onepass.runtime.dispatch import TORCH  # noqa: E402
 from onepass.testing.mutants import mutate  # noqa: E402
 
 
@@ -35,6 +36,7 @@ def _by_pytorch():
         yield
 
 
+WHOLE = TORCH >= (2, 10)  # before, the compiler can't take rows between numbers that it doesn't know
 _MIXED = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DEEPSEEK = _MIXED | {
     "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
@@ -100,7 +102,10 @@ def enlarged(model):
 
 pytestmark = [
     pytest.mark.usefixtures("mixtures"),
-    pytest.mark.filterwarnings("ignore:.*RoPE scaling factor"),
+    pytest.mark.filterwarnings(
+        "ignore:.*RoPE scaling factor",
+        "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' own
+    ),
 ]
 
 
@@ -148,6 +153,30 @@ def test_apply_takes_a_model_of_either_implementation(family):
     assert_alike(step(model, **batch()), step(before, **batch()))
 
 
+@pytest.mark.parametrize("how", ("kernels", "checkpointing"))
+@pytest.mark.parametrize("family", ("GptOss", "NemotronH", BY_APPLY_ALONE))
+def test_a_step_by_kernels_and_with_checkpointing(family, how):
+    model = enlarged(made(family))
+    before = copy.deepcopy(model)
+    if family == BY_APPLY_ALONE:
+        huggingface.apply(model)
+    else:
+        model.set_experts_implementation("onepass")
+    expected = step(before, **batch())
+    if how == "checkpointing":
+        model.gradient_checkpointing_enable()
+    with onepass.use_backend("auto" if how == "kernels" else "torch"):
+        assert_alike(step(model, **batch()), expected)
+
+
+@pytest.mark.parametrize("implementation", ("grouped_mm", "onepass"))
+def test_autocast_leaves_the_type_of_hidden_states(implementation):
+    module = gpt_oss()
+    module.config._experts_implementation = implementation
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(*INPUTS).dtype is torch.float32
+
+
 def test_evaluation_and_generation_are_the_same():
     model = enlarged(made("GptOss", output_router_logits=False)).eval()
     before = copy.deepcopy(model)
@@ -174,9 +203,10 @@ def test_compiled_as_one_graph(family, how):
     else:
         model.set_experts_implementation("onepass")
     given = batch() | {"use_cache": False}
-    assert_alike(step(torch.compile(model, fullgraph=True, backend="aot_eager"), **given), step(before, **given))
+    assert_alike(step(torch.compile(model, fullgraph=WHOLE, backend="aot_eager"), **given), step(before, **given))
 
 
+@pytest.mark.skipif(not WHOLE, reason="PyTorch 2.9 breaks the graph")
 def test_layers_that_are_compiled_by_themselves_share_a_graph():
     model, count = made("Mixtral", num_hidden_layers=3), CompileCounter()
     model.set_experts_implementation("onepass")
