@@ -14,6 +14,7 @@ from torch import nn
 
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.dense_experts import replace_dense_experts
+from onepass.integrations.huggingface.expert_adapters import replace_expert_adapters
 from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
 from onepass.integrations.huggingface.lora import replace_lora
@@ -251,7 +252,7 @@ def _replaced(
     rows += told
     if mlp:
         done, told = replace_dense_experts(model, patches)
-        rows += told + replace_experts(model, patches, done)
+        rows += told + replace_experts(model, patches, done) + replace_expert_adapters(model, patches)
     attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
     rows += told
     if norms and (mlps or attentions):

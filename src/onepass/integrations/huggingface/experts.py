@@ -41,10 +41,10 @@ class ExpertsMatch:
         assert up is not None and down is not None
         return up, down
 
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, lora: Any = None) -> Tensor:
         own, layout = self.module._parameters, self.layout
         biases = {name: own[at] for name, at in (("up_bias", layout.up_bias), ("down_bias", layout.down_bias)) if at is not None}
-        options: dict[str, Any] = {**self.gate._asdict(), **biases, "transposed": layout.transposed}
+        options: dict[str, Any] = {**self.gate._asdict(), **biases, "transposed": layout.transposed, "lora": lora}
         return experts(x, *self.weights, chosen, weights, precision=precision_of(self.module), **options)
 
 
