@@ -66,18 +66,13 @@ def test_losses_and_gradients_are_pefts(case):
 
 
 def test_nothing_of_the_weights_size_is_made():
-    model, before, _ = both()
-    weight = next(p for name, p in model.named_parameters() if name.endswith("gate_up_proj"))
-    kept = []
-    for each in (model, before):
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
-            each(**batch())
-        kept.append(sizes.count(weight.numel()))
-    with Operators() as operators:
-        model(**batch()).loss.backward()
-    assert not any("baddbmm" in name for name in operators.names)
-    assert kept[0] <= 2 <= kept[1]  # the weights themselves, of two layers
+    """PEFT's code adds b @ a to all experts' weights."""
+    seen = []
+    for model in both()[:2]:
+        with Operators() as operators:
+            model(**batch()).loss.backward()
+        seen.append(any("baddbmm" in name for name in operators.names))
+    assert seen == [False, True]
 
 
 def test_disabled_merged_and_set_again():
