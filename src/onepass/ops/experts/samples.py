@@ -23,12 +23,12 @@ _GPT_OSS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _chosen(x: Any, weights: Any) -> Tensor:
+def _chosen(x: Any, weights: Any, experts: int) -> Tensor:
     """Return experts for each token of x. Some have many tokens, and some none. Where x or weights are wrong, so is not this."""
     lead, device = (tuple(x.shape[:-1]), x.device) if isinstance(x, Tensor) else ((3, 7), None)
     k = weights.shape[-1] if isinstance(weights, Tensor) and weights.dim() else _K
     tokens = torch.arange(math.prod(lead), device=device).square()
-    return ((tokens.unsqueeze(-1) + torch.arange(k, device=device)) % _E).view(*lead, k)
+    return ((tokens.unsqueeze(-1) + torch.arange(k, device=device)) % experts).view(*lead, k)
 
 
 def _arguments(named: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,8 @@ def _arguments(named: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in named.items() if "." not in name}
     if "up.a" in named:
         found["lora"] = LoRA(named["up.a"], named["up.b"], 0.5), LoRA(named["down.a"], named["down.b"], 2.0)
-    return found if "chosen" in found else found | {"chosen": _chosen(named["x"], named["weights"])}
+    experts = named["up"].shape[0] if isinstance(named["up"], Tensor) and named["up"].dim() == 3 else _E
+    return found if "chosen" in found else found | {"chosen": _chosen(named["x"], named["weights"], experts)}
 
 
 @dataclass(frozen=True)
