@@ -26,7 +26,7 @@ MUTANTS = {
     "the bias lost": (low_rank, "_expand_kernel", "y += tl.load(start_ptr", "y += 0 * tl.load(start_ptr"),
     "dropped numbers are not made up for": (low_rank, "_bind_shrink", "scale * (keep_scale or 1.0)", "scale"),
     "another mask for da": (low_rank, "_gradient_kernel", "keep_mask(seed, rows + FIRST", "keep_mask(seed + 1, rows + FIRST"),
-    "another mask for dx": (low_rank, "_expand_kernel", "load_seed(seed_ptr, SEED), rows + FIRST", "load_seed(seed_ptr, SEED), rows + FIRST + 1"),
+    "another mask for dx": (low_rank, "_expand_kernel", "y, seed, rows + FIRST", "y, seed, rows + FIRST + 1"),
     "da of all rows": (adapters, "MaskedAdapters.gradient_of_a", "self.dropout._replace(first_row=first_row or 0)", "NO_DROPOUT"),
     "dx of all rows": (adapters, "MaskedAdapters.rows_gradient", "self.seed, self.dropout", "None, NO_DROPOUT"),
     "dy is dropped too": (adapters, "MaskedAdapters.low_rank_gradient", "None, self.scale, NO_DROPOUT", "self.seed, self.scale, self.dropout"),

@@ -126,7 +126,7 @@ def test_results_and_gradients_are_those_of_plain_tensors(group, op, by):
     assert cases
     for (name, argument, way), case in cases.items():
         expected = REFUSED.get((name, argument, way)) or REFUSED.get((op, argument, way))
-        if name in ("activation_linear: lora", "norm_linear: lora"):
+        if name in ("activation_linear: lora", "experts: lora", "norm_linear: lora"):
             expected = "lora must be left out where tensors are DTensors"
         if name == "lora_linear: documents":
             expected = "ends must be left out where tensors are DTensors"
@@ -197,7 +197,7 @@ def test_calls_give_all_arguments():
         call = next(c for c in ast.walk(function) if isinstance(c, ast.Call) and getattr(c.func, "id", "") == "run_on_shards")
         given = {k.arg for k in call.keywords if k.arg}
         if any(k.arg is None for k in call.keywords):  # and those of the call's record
-            record = next(n.value for n in function.body if isinstance(n, ast.Assign))
+            record = next(n.value for n in function.body if isinstance(n, (ast.Assign, ast.AnnAssign)))
             given |= _named_in(record, op.function.__globals__)
         assert given == {*inspect.signature(op.function).parameters}, name
 
@@ -256,6 +256,10 @@ def test_column_and_row_parallel_plans(group):
             assert p.grad.placements[0] == p.placements[0], (way, name)
 
 
+def by_rows(t):
+    return placed(t, Shard(0) if t.shape[0] == 2 else Replicate())
+
+
 def test_modules(group):
     """With whole parameters, and inputs that are divided."""
     torch.manual_seed(7)
@@ -264,6 +268,7 @@ def test_modules(group):
     made = {
         nn.BiasActivation(16): [x],
         nn.ColumnParallelLinear(16, 8): [x],
+        nn.Experts(16, 8, 4): [x, (torch.rand(2, 5, 2), torch.randint(4, (2, 5, 2)))],
         nn.GatedRMSNorm(16): [x, teacher],
         nn.LayerNorm(16): [x],
         nn.Linear(16, 8): [x],
@@ -281,7 +286,7 @@ def test_modules(group):
         expected, *_ = results(module(*inputs))
         grads = torch.autograd.grad(expected.sum(), [*module.parameters()])
         distribute_module(module, mesh())
-        rows = [placed(t, Shard(0) if t.shape[0] == 2 else Replicate()) for t in inputs]
+        rows = [tuple(map(by_rows, t)) if isinstance(t, tuple) else by_rows(t) for t in inputs]
         y = results(module(*rows))[0].full_tensor()
         mine = torch.autograd.grad(y.sum(), [*module.parameters()])
         for a, b in zip((y, *(g.full_tensor() for g in mine)), (expected, *grads), strict=True):

@@ -179,10 +179,11 @@ def test_the_calls_run_and_are_announced(capsys):
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(announced)
 
 
-def test_the_calls_launch_every_kernel():
+def test_the_calls_launch_every_kernel(monkeypatch):
     pytest.importorskip("triton")
     from onepass.testing import aot
 
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # no kernel runs, and experts' rows have an order
     with aot._recording(90) as launched:
         sanitize.run_calls(torch.device("cpu"))
     names = {bound.kernel.jit.fn.__name__ for bound, _ in launched}

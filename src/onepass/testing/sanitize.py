@@ -252,8 +252,9 @@ def _decodes(device: torch.device) -> None:
 def _experts_rows(x: Tensor) -> None:
     """Sort the rows of 37 tokens, some of which choose experts that there aren't, spread and sum them."""
     chosen = torch.arange(x.shape[0], device=x.device).mul_(7).remainder_(19).view(37, 3) - 1
-    items, places, _ = sorted_items(chosen.view(-1), 17)
-    spread_rows(x[:37], items // 3, places.view(37, 3))
+    sorted_items(chosen.view(-1), 17)
+    rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+    spread_rows(x[:37], rows // 3, rows.view(37, 3))
     sum_rows(x, chosen.int(), None)
 
 
