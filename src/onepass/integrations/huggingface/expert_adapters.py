@@ -69,7 +69,8 @@ def replace_expert_adapters(model: nn.Module, patches: Patches) -> list[AppliedR
         inner.update(wrappers)
         experts, row = vars(base).get("_onepass"), (name, type(module).__name__, "lora")
         if not isinstance(experts, ExpertsMatch):
-            rows.append(AppliedRow(*row, why="what it wraps is no experts' module that runs by onepass"))
+            if "experts" in type(base).__name__.lower():  # and not a router, which PEFT wraps too
+                rows.append(AppliedRow(*row, why="the experts that it wraps run by their own code"))
         elif any(map(own_forward, wrappers)):
             rows.append(AppliedRow(*row, why="its forward has been replaced already"))
         elif not {wrapper.parameter_name for wrapper in wrappers} <= {experts.layout.up, experts.layout.down}:
