@@ -192,6 +192,14 @@ def test_nan_of_a_token_stays_its_own(name):
         assert equal([found[n][others]], [plain[n][others]])
 
 
+def test_a_single_token_without_a_dimension_of_tokens():
+    tensors, chosen, options = call_of("one token")
+    expected = results(onepass.experts, tensors, chosen, options)
+    tensors |= {name: tensors[name].detach()[0].requires_grad_() for name in ("x", "weights")}
+    found = results(onepass.experts, tensors, chosen[0], options)
+    assert equal([t.flatten() for t in found.values()], [t.flatten() for t in expected.values()])
+
+
 def test_no_tokens():
     tensors, _, options = call_of("gpt-oss")
     tensors |= {"x": numbers(0, H), "weights": numbers(0, 2)}

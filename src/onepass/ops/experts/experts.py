@@ -17,7 +17,6 @@ Bytes    of M rows: x's gathered twice, up's result written and read three times
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -237,9 +236,9 @@ def experts(
     if under_functorch() or not x.numel():
         del given["recompute"], given["precision"]
         return experts_reference(**given)
-    run = partial(_run, up, down, given, taken)
-    tensors = x.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2), shared
-    return run(*tensors).view(*x.shape)
+    H, k = x.shape[-1], chosen.shape[-1]
+    rows = x.reshape(-1, H), weights.reshape(-1, k), chosen.reshape(-1, k), None if shared is None else shared.reshape(-1, H)
+    return _run(up, down, given, taken, *rows).view(*x.shape)
 
 
 def _run(
@@ -265,7 +264,7 @@ def _run(
         y = checkpoint(rows_of, x, routes.weights, use_reentrant=False, preserve_rng_state=False)
     else:
         y = rows_of(x, routes.weights)
-    start = None if shared is None else cast(shared.flatten(0, -2), y.dtype)
+    start = None if shared is None else cast(shared, y.dtype)
     return gather_tokens(y, routes, start, written)
 
 

@@ -145,5 +145,5 @@ def _call(
         weights = meta(4096, k, dtype=torch.float32)
         return experts(x, up, down, chosen, weights, **more, **options, backend="triton")
 
-    words = ("biased",) * biased + ("shared",) * shared + (f"lora {rank}",) * bool(rank) + tuple(map(str, options))
+    words = ("gpt-oss",) * biased + ("shared",) * shared + (f"lora {rank}",) * bool(rank)
     return CoveringCall(" ".join(("experts", f"{E} of {inner} at 4096x{H} top {k}", *words)), dtype, run)
