@@ -14,9 +14,11 @@ from onepass.gradients.main_grad import GradRequest, name_written
 class WrittenNames(list[str]):
     """The parameters whose main_grad a pass has written, in the call's words. The first function of a pass clears it."""
 
-    def add(self, name: str, main_grad: Tensor | None, request: GradRequest) -> None:
-        if main_grad is not None and request is GradRequest.ACCUMULATE:
-            self.append(name)
+
+def note_written(written: WrittenNames | None, name: str, main_grad: Tensor | None, request: GradRequest) -> None:
+    """Note a parameter whose gradient was put away, where a call of several functions asks for it."""
+    if written is not None and main_grad is not None and request is GradRequest.ACCUMULATE:
+        written.append(name)
 
 
 def names_written(backward: Callable[..., Any]) -> Callable[..., Any]:

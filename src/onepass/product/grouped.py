@@ -28,7 +28,7 @@ from onepass.gradients.main_grad import (
     placeholder,
     vector_gradient,
 )
-from onepass.gradients.written_names import WrittenNames, names_written
+from onepass.gradients.written_names import WrittenNames, names_written, note_written
 from onepass.kernels.fp8_cast import cast_columns, cast_rows
 from onepass.kernels.grouped_product import (
     gradient_by_group,
@@ -198,25 +198,20 @@ class _GroupedLinear(torch.autograd.Function):
             first, second = (rows, dy) if product.transposed else (dy, rows)
             of_call = ctx.vectors[0], ctx.main_grads[0], of_weight, product.name
             grads[0] = grouped_weight_gradient(first, second, ends, *of_call)
-            _note(ctx, product.name, 0, of_weight)
+            note_written(ctx.written, product.name, ctx.main_grads[0], of_weight)
         if of_a is not skip:
             of_rows = lora_gradient(u, rows, ends, None, False, NO_DROPOUT)
             grads[1] = vector_gradient(of_rows, ctx.vectors[1], ctx.main_grads[1], of_a)
-            _note(ctx, f"{product.name}.a", 1, of_a)
+            note_written(ctx.written, f"{product.name}.a", ctx.main_grads[1], of_a)
         if of_b is not skip:
             of_columns = lora_gradient(t, dy, ends, None, True, NO_DROPOUT)
             grads[2] = vector_gradient(of_columns, ctx.vectors[2], ctx.main_grads[2], of_b)
-            _note(ctx, f"{product.name}.b", 2, of_b)
+            note_written(ctx.written, f"{product.name}.b", ctx.main_grads[2], of_b)
         return None, None, *made.inputs, *grads, None
 
 
 _FIRST = 2  # arguments before the tensors
 _apply = fast_apply(_GroupedLinear)
-
-
-def _note(ctx: Any, name: str, i: int, request: GradRequest) -> None:
-    if ctx.written is not None:
-        ctx.written.add(name, ctx.main_grads[i], request)
 
 
 def _low_rank(rows: Tensor, w: Tensor, ends: Tensor, product: GroupedProduct) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.main_grad import GradRequest, grad_requests, main_grads_of, vector_gradient
-from onepass.gradients.written_names import WrittenNames, names_written
+from onepass.gradients.written_names import WrittenNames, names_written, note_written
 from onepass.kernels.low_rank import NO_DROPOUT, lora_expand, lora_gradient, lora_shrink
 from onepass.runtime.dispatch import cast, not_twice_differentiable
 
@@ -42,8 +42,7 @@ class _ExpertBias(torch.autograd.Function):
             dt = cast(lora_shrink(dy, column, ends, None, None, 1.0, NO_DROPOUT).squeeze(-1), ctx.t_type)
         if sums is not None:
             dbias = vector_gradient(sums, ctx.bias, ctx.main_grads[0], request)
-            if ctx.written is not None:
-                ctx.written.add(ctx.name, ctx.main_grads[0], request)
+            note_written(ctx.written, ctx.name, ctx.main_grads[0], request)
         return dy if ctx.needs_input_grad[0] else None, dbias, None, dt, None, None
 
 
