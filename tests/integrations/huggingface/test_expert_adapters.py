@@ -26,10 +26,10 @@ def _by_pytorch():
         yield
 
 
-def adapted(family="Mixtral", parameters=BOTH, adapters=("default",), **options):
-    """Return a model whose experts PEFT has wrapped. No b is 0."""
+def wrapped(model, parameters=BOTH, adapters=("default",), **options):
+    """Return the model with experts that PEFT has wrapped. No b is 0."""
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=list(parameters), **options)
-    model = peft.get_peft_model(made(family), config, adapter_name=adapters[0])
+    model = peft.get_peft_model(model, config, adapter_name=adapters[0])
     for name in adapters[1:]:
         model.add_adapter(name, config)
     model.base_model.set_adapter(list(adapters))
@@ -40,9 +40,9 @@ def adapted(family="Mixtral", parameters=BOTH, adapters=("default",), **options)
     return model.train()
 
 
-def both(**options):
+def both(family="Mixtral", **options):
     """Return a model with onepass applied, its copy from before, and the report."""
-    model = adapted(**options)
+    model = wrapped(made(family), **options)
     before = copy.deepcopy(model)
     return model, before, huggingface.apply(model)
 
@@ -63,6 +63,21 @@ def test_losses_and_gradients_are_pefts(case):
     model, before, applied = both(**CASES[case])
     assert_alike(step(model, **batch()), step(before, **batch()))
     assert said_of(applied) == ["experts with lora"] * 2
+
+
+def test_matrices_that_lie_the_other_way():
+    """PEFT before it looked at `is_transposed` took a weight's middle dimension for its layer's inputs."""
+    plain = made("Mixtral")
+    experts = [module for name, module in plain.named_modules() if name.endswith("experts")]
+    for module in experts:
+        module.is_transposed = True
+    model = wrapped(plain)
+    for module in experts:
+        module.is_transposed = False
+    before = copy.deepcopy(model)
+    applied = huggingface.apply(model)
+    assert said_of(applied) == ["experts with lora"] * 2
+    assert_alike(step(model, **batch()), step(before, **batch()))
 
 
 def test_nothing_of_the_weights_size_is_made():

@@ -39,19 +39,24 @@ class ExpertAdaptersMatch:
         for wrapper in self.wrappers:
             if wrapper.disable_adapters or wrapper.merged:
                 return "its LoRA is disabled or merged"
-            found[wrapper.parameter_name] = _active(wrapper)
+            found[wrapper.parameter_name] = _active(wrapper, self.experts.layout.transposed)
         layout = self.experts.layout
         return found.get(layout.up), found.get(layout.down)
 
 
-def _active(wrapper: Any) -> LoRA | None:
-    """Return the sum of a wrapper's active adapters as one: ranks one after another, and each one's scale in its b."""
-    parts = []
+def _active(wrapper: Any, transposed: bool) -> LoRA | None:
+    """Return the sum of a wrapper's active adapters as one: ranks one after another, and each one's scale in its b.
+
+    PEFT's A has the weights' last dimension where PEFT has exchanged the last two, else the one before. What it takes for a
+    layer's inputs need not be them: then A and B change places.
+    """
+    parts, exchanged = [], getattr(wrapper, "_did_swap_in_out_features", False) is transposed  # older ones exchange nothing
     for name in wrapper.active_adapters:
         if name in wrapper.lora_A:
             a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
             by_expert = a.view(wrapper.num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
-            parts.append(LoRA(*by_expert, float(wrapper.scaling[name])))
+            a, b = (by_expert[1].mT, by_expert[0].mT) if exchanged else by_expert
+            parts.append(LoRA(a, b, float(wrapper.scaling[name])))
     if len(parts) < 2:
         return parts[0] if parts else None
     return LoRA(torch.cat([each.a for each in parts], 1), torch.cat([each.b * each.scale for each in parts], 2))
