@@ -3,7 +3,6 @@
 The root is the repository, so that links are those of GitHub. docs/README.md is the first page, and its lists are the sidebar.
 """
 
-import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -31,12 +30,6 @@ html_title = "onepass"
 html_copy_source = False
 html_show_sourcelink = False
 
-# Modules whose public names, `__all__`, must each be in the reference.
-PUBLIC = (
-    "onepass", "onepass.nn", "onepass.parallel", "onepass.gpt",
-    "onepass.integrations.huggingface", "onepass.integrations.megatron",
-)  # fmt: skip
-_PACKAGES = {"onepass.nn", "onepass.parallel", "onepass.gpt"}  # in onepass's `__all__`
 _log = logging.getLogger(__name__)
 
 
@@ -57,15 +50,6 @@ def add_sidebar(app, docname, source):
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n{title}\n{first}" + "\n".join(pages) + "\n```\n"
 
 
-def check_names(app, env):
-    """Warn of each public name that has no entry in the reference, and of each entry without a docstring."""
-    known = env.domaindata["py"]["objects"]
-    for module in PUBLIC:
-        names = {f"{module}.{name}" for name in importlib.import_module(module).__all__} - _PACKAGES
-        for name in sorted(names - known.keys()):
-            _log.warning("%s is public, and not in docs/api", name)
-
-
 def prepare_docstring(app, what, name, found, options, lines):
     """Mark what is indented after a paragraph as code, as Markdown has it. Warn where there is no docstring."""
     if what in ("class", "function") and not any(line.strip() for line in lines):
@@ -78,5 +62,4 @@ def prepare_docstring(app, what, name, found, options, lines):
 
 def setup(app):
     app.connect("source-read", add_sidebar)
-    app.connect("env-check-consistency", check_names)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon

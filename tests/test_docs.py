@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import importlib
 import re
 import runpy
 import shlex
@@ -22,6 +23,10 @@ NEEDS = {  # what a page begins with installing
     "extending.md": "triton", "lora.md": "peft", "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl",
     "verl.md": "verl",
 }  # fmt: skip
+PUBLIC = (  # modules whose `__all__` the reference lists
+    "onepass", "onepass.nn", "onepass.parallel", "onepass.gpt",
+    "onepass.integrations.huggingface", "onepass.integrations.megatron",
+)  # fmt: skip
 COMMANDS = runpy.run_path(str(ROOT / ".ci" / "commands"))
 PAGES = CI["pages"]()
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -51,6 +56,14 @@ def test_python_runs(page, tmp_path, monkeypatch):
     script = tmp_path / "page.py"  # a file: Triton reads the source of its functions
     script.write_text(CI["script_of"](page))
     runpy.run_path(str(script))
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_in_the_reference(module):
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = set(re.findall(r"^\.\. [\w:]+:: (\S+)", reference, re.MULTILINE))
+    names = {f"{module}.{name}" for name in importlib.import_module(module).__all__} - set(PUBLIC)
+    assert names <= listed, f"not in docs/api: {sorted(names - listed)}"
 
 
 def test_pages_name_files_that_exist():
