@@ -5,8 +5,9 @@ both again. It computes each sum or product of integers a second time in int64 a
 the option `debug`, which is off here, it discards the comparison. This module makes each type once, with the attributes that its
 tensors share, and runs the overflow check only with `debug`.
 
-An operator checks and promotes the types of its operands and splats scalars to blocks, for each value anew. Here the first call
-with two types does so, and later ones call numpy's function. Where that has another result for the first call, none is fast.
+An operator or a cast checks and promotes the types of its operands and splats scalars to blocks, for each value anew. Here the
+first call with two types does so, and later ones call numpy's function. Where that has another result for the first call, none is
+fast.
 
 Only `onepass.testing.interpreter` uses this module: it calls `install`, and `patch_operators` in each launch.
 """
@@ -193,10 +194,38 @@ def _new_dimensions(stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
     return run
 
 
+_OF_NUMPY = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp16", "fp32", "fp64"}
+
+
+def _cast(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `tensor.to`. Between types of numpy's it is `astype`, once that has made what the stock cast makes."""
+
+    def run(self: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
+        if rest or named:
+            return stock(self, dtype, *rest, **named)
+        dtype = dtype.value if type(dtype) is core.constexpr else dtype
+        kept, key = _kept(self.type), ("to", dtype)
+        if key not in kept:
+            found = stock(self, dtype)
+            kept[key] = None
+            if self.type is not found.type and {self.type.scalar.name, found.type.scalar.name} <= _OF_NUMPY:
+                data = found.handle.data
+                if np.array_equal(self.handle.data.astype(data.dtype), data, equal_nan=data.dtype.kind == "f"):
+                    kept[key] = data.dtype, found.handle.dtype, found.type
+            return found
+        if kept[key] is None:
+            return stock(self, dtype)
+        numpy_type, handle_type, type_ = kept[key]
+        return _make(self.handle.data.astype(numpy_type), handle_type, type_)
+
+    return run
+
+
 def patch_operators(tensor: Any, set_attribute: Callable[[Any, str, Any], None]) -> None:
     """Make the operators of `tl.tensor` fast, as a launch has patched them."""
     for name in _COMPUTE:
         set_attribute(tensor, name, _operator(name, getattr(tensor, name)))
+    set_attribute(tensor, "to", _cast(tensor.to))
     set_attribute(tensor, "__getitem__", _new_dimensions(tensor.__getitem__))
 
 
