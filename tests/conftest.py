@@ -8,6 +8,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before numpy is imported, and for processes that tests start: threads of many wait long
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 import torch._C._dynamo.guards
