@@ -11,7 +11,7 @@ from onepass.testing.poison import poisoned
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {  # tokens, experts, k
-    "few": (5, 4, 2), "one token": (1, 3, 1), "all experts": (7, 6, 6), "several programs": (700, 60, 3),
+    "few": (5, 4, 2), "one token": (1, 3, 1), "all experts": (7, 6, 6), "several programs": (210, 60, 3),
     "many experts": (40, 300, 4), "one expert": (33, 1, 1), "odd": (129, 17, 5),
 }  # fmt: skip
 

@@ -85,38 +85,22 @@ def assert_close(found, expected):
 
 
 OF_SEVERAL = {"onepass.product_of_several.default", "onepass.input_gradient_of_several.default"}
-KINDS = pytest.mark.parametrize(
-    "options",
-    [
-        {"bias": bias, "norm": norm, "late": late, "together": together}
-        for bias in (True, False)
-        for norm, late in (("rms_norm", True), ("rms_norm", False), ("layer_norm", True), (None, False))
-        for together in (True, False)
-    ],
-    ids=lambda options: ", ".join(f"{name} {value}" for name, value in options.items()),
-)
+NORMS = (("rms_norm", True), ("rms_norm", False), ("layer_norm", True), (None, False))
 
 
-@KINDS
-def test_it_is_as_it_was(options):
-    model, x, late = given(**options)
-    seen = []
-    found, expected = everything(model, compiled(model, seen), x, late), everything(model, model, x, late)
-    assert_close(found, expected)
+@pytest.mark.parametrize("together", (True, False), ids=("together", "apart"))
+@pytest.mark.parametrize(("place", "norm", "late"), [(i, *each) for i, each in enumerate(NORMS)])
+def test_it_is_as_it_was_and_nothing_of_weights_is_copied(place, norm, late, together, monkeypatch):
+    """Where weights lie together; and where they were moved apart after the graph was made, a copy is right."""
+    model, x, late = given(bias=place % 2 == together, norm=norm, late=late, together=together)
+    seen, ways, stock = [], [], torch.cat
+    function = compiled(model, seen)
+    assert_close(everything(model, function, x, late), everything(model, model, x, late))
     assert set(seen) >= OF_SEVERAL and not any("aten.cat" in name for name in seen)
-
-
-@KINDS
-def test_nothing_of_weights_is_copied(options, monkeypatch):
-    """Where they lie together; and where they were moved apart after the graph was made, a copy is right."""
-    model, x, late = given(**options)
-    function = compiled(model)
-    everything(model, function, x, late)
-    ways, stock = [], torch.cat
     monkeypatch.setattr(torch, "cat", lambda tensors, *rest, **named: ways.append(len(tensors)) or stock(tensors, *rest, **named))
     everything(model, function, x, late)
-    assert bool(ways) is not options["together"]
-    if options["together"]:
+    assert bool(ways) is not together
+    if together:
         model.product.unpack()
         assert not are_packed([model.q.weight, model.k.weight, model.v.weight])
         found = everything(model, function, x, late)
