@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process that compiles starts others, which import torch
 
+gc.set_threshold(20_000, 20, 50)  # collections took a tenth of the time, of graphs and compilers above all
 # For each frame that it compiles Dynamo times its guards, on a cache that it empties first. Nobody reads it here.
 torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # pytest adds its handlers to each logger that doesn't propagate, for each phase of each test. PyTorch has fifty of these. Where
