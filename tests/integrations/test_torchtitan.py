@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytest.importorskip("spmd_types", reason="needs torchtitan's spmd_types")
@@ -23,10 +24,11 @@ with warnings.catch_warnings():
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.distributed import utils as distributed
-    from torchtitan.models.common import attention, feed_forward, linear, nn_modules, rope
+    from torchtitan.models.common import attention, feed_forward, linear, moe, nn_modules, rope, token_dispatcher
     from torchtitan.models.common.decoder import TransformerBlock
     from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
     from torchtitan.models.deepseek_v3 import model as deepseek_v3
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
     from torchtitan.models.llama3 import model as llama3
 
     from onepass.integrations import torchtitan as onepass_titan
@@ -266,15 +268,124 @@ def test_plain_layers_are_one_product(biased, monkeypatch):
 
 
 def test_moe_blocks(tmp_path):
-    """Of Qwen 3: their attention and norms; experts stay."""
+    """Of Qwen 3: their attention, norms and experts, whose products are in bf16 as torchtitan's are."""
     found = []
     for names in (BLOCK, ()):
-        config = new_config(tmp_path, names, "sdpa", model="qwen3")
-        spec = importlib.import_module("torchtitan.models.qwen3").model_registry("debugmodel_moe", attn_backend="flex").model
-        for layer in config.model_spec.model.layers:
-            layer.feed_forward, layer.moe = None, spec.layers[0].moe
-        found.append(train(config)[0])
-    assert_alike(*found, norms=1e-5)
+        steps, model = train(torchtitan_runs.with_experts(new_config(tmp_path, names, "sdpa", model="qwen3")))
+        found.append(torch.tensor(steps))
+        names = {type(layer.moe.routed_experts.inner_experts).__name__ for layer in model.layers.values()}
+        assert names == {"GroupedExperts" if len(found) == 2 else "GatedExperts"}
+    assert_alike_in_bf16(*found)
+
+
+def assert_alike_in_bf16(found, expected):
+    torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=3e-5, atol=0)
+    torch.testing.assert_close(found[:, 1], expected[:, 1], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("policy", (None, "FullAC", "SelectiveAC"))
+def test_compiled_experts(policy, tmp_path):
+    found = []
+    for names in (BLOCK, ()):
+        config = torchtitan_runs.with_experts(new_config(tmp_path, names, "sdpa", model="qwen3"))
+        config.compile.enable, config.compile.backend = True, "aot_eager"
+        config.activation_checkpoint = None if policy is None else getattr(activation_checkpoint, policy).Config()
+        found.append(torch.tensor(train(config)[0]))
+    assert_alike_in_bf16(*found)
+
+
+@pytest.mark.parametrize("case", torchtitan_ranks.OF_EXPERTS)
+def test_experts_of_two_ranks(case, of_two_ranks):
+    for found in of_two_ranks:
+        assert_alike_in_bf16(*(torch.tensor(found[case, names]) for names in (("experts",), ())))
+
+
+class ByRank(token_dispatcher.LocalTokenDispatcher):
+    """Stands for dispatchers that send rows to ranks: tokens come sorted, with their counts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(token_dispatcher.LocalTokenDispatcher.Config):
+        pass
+
+    def dispatch(self, *given):
+        self.called = True
+        return super().dispatch(*given)
+
+
+class OtherExperts(moe.GroupedExperts):
+    @dataclass(kw_only=True, slots=True)
+    class Config(moe.GroupedExperts.Config):
+        pass
+
+
+def of_experts(kind=moe.GroupedExperts, dispatcher=token_dispatcher.AllToAllTokenDispatcher, experts=5):
+    inner = kind.Config(dim=64, hidden_dim=48, num_experts=experts)
+    return moe.RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher.Config(num_experts=experts, top_k=2))
+
+
+def by_formula(module, x, scores, chosen):
+    """The sum over a token's experts, one by one."""
+    p = dict(module.inner_experts.named_parameters())
+    y = torch.zeros_like(x)
+    for e in range(module.inner_experts.num_experts):
+        if "w1_EFD" in p:
+            own = (F.silu(x @ p["w1_EFD"][e].T) * (x @ p["w3_EFD"][e].T)) @ p["w2_EDF"][e].T
+        else:
+            gate, value = (x @ p["mlp1_weight_EGD"][e].T + p["mlp1_bias_EG"][e]).unflatten(-1, (-1, 2)).unbind(-1)
+            gate, value = gate.clamp(max=0.5), value.clamp(-0.5, 0.5)
+            own = gate * (1.702 * gate).sigmoid() * (value + 1) @ p["mlp2_weight_EDF"][e].T + p["mlp2_bias_ED"][e]
+        y = y + own * torch.where(chosen == e, scores, 0).sum(-1, keepdim=True)
+    return y
+
+
+@pytest.mark.parametrize("dispatcher", (token_dispatcher.AllToAllTokenDispatcher, ByRank))
+@pytest.mark.parametrize("kind", (moe.GroupedExperts, GptOssGroupedExperts))
+def test_experts(kind, dispatcher):
+    """One expert has no token. Errors are torchtitan's or less, as both round operands of products to bf16."""
+    config = of_experts(kind, dispatcher)
+    if kind is GptOssGroupedExperts:
+        config.inner_experts.swiglu_limit = 0.5
+    theirs, ours, oracle = config.build(), onepass_titan.experts(config).build(), config.build().double()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.2)
+        parameter.data = parameter.data.bfloat16().float()
+    for module in (ours, oracle):
+        module.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x, scores = torch.randn(2, 48, 64, dtype=torch.bfloat16), torch.rand(2, 48, 2)
+    chosen = torch.rand(2, 48, 4).topk(2).indices  # of five
+    counts, dy = chosen.flatten().bincount(minlength=5), torch.randn(2, 48, 64, dtype=torch.bfloat16)
+    found = []
+    for module in (oracle, theirs, ours):
+        leaves = [each.to(torch.float64) if module is oracle else each.clone() for each in (x, scores)]
+        leaves = [each.requires_grad_() for each in leaves]
+        y = by_formula(module, *leaves, chosen) if module is oracle else module(*leaves, chosen, counts)
+        y.backward(dy.to(y.dtype))
+        found.append([y, *(leaf.grad for leaf in leaves), *(parameter.grad for parameter in module.parameters())])
+    for exact, stock_result, result in zip(*found, strict=True):
+        bound = (stock_result.double() - exact).norm()
+        assert (result.double() - exact).norm() <= 1.25 * bound + 1e-6 * exact.norm()
+        assert bound < 0.06 * exact.norm()  # numbers near the clamp are cut by one and not by the other
+    assert all(not parameter.grad[4].any() for parameter in ours.parameters())
+    assert hasattr(ours.token_dispatcher, "called") == (dispatcher is ByRank)
+
+
+@pytest.mark.parametrize("dispatcher", (token_dispatcher.AllToAllTokenDispatcher, ByRank))
+@pytest.mark.parametrize("kind", (moe.GroupedExperts, GptOssGroupedExperts))
+def test_experts_with_main_grad(kind, dispatcher):
+    module = onepass_titan.experts(of_experts(kind, dispatcher, experts=4)).build()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x, scores, chosen = torch.randn(1, 24, 64, dtype=torch.bfloat16), torch.rand(1, 24, 2), torch.rand(1, 24, 4).topk(2).indices
+    given = x, scores, chosen, chosen.flatten().bincount(minlength=4)
+    module(*given).sum().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad, parameter.main_grad = None, torch.ones_like(parameter)
+    module(*given).sum().backward()
+    for parameter, grad in zip(module.parameters(), expected, strict=True):
+        assert parameter.grad is None
+        torch.testing.assert_close(parameter.main_grad - 1, grad, rtol=1e-2, atol=1e-2 * float(grad.abs().max()))
 
 
 @pytest.mark.parametrize("biased", (False, True))
@@ -487,6 +598,7 @@ REFUSED = [
     ("block", of_block(deepseek_v3.DeepSeekV3TransformerBlock), r"DeepSeekV3TransformerBlock\.Config .*Llama3.* or Qwen3"),
     ("block", of_block(ffn_norm=Scaled.Config(normalized_shape=8)), r"Scaled\.Config .*RMSNorm\.Config alone"),
     ("gqa", of_block(attention=of_gqa(kind=GatedAttention)), r"GatedAttention\.Config"),
+    ("experts", of_experts(OtherExperts), r"OtherExperts\.Config .*GroupedExperts\.Config or GptOssGroupedExperts\.Config"),
     ("loss", MSELoss.Config(), r"MSELoss\.Config"),
     ("loss", ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()), r"MSELoss\.Config .*CrossEntropyLoss\.Config alone"),
 ]
@@ -535,7 +647,7 @@ def test_calls_that_are_refused():
 # ---- versions ----
 
 
-MODULES = OURS, f"{OURS}_configs"
+MODULES = OURS, f"{OURS}_configs", f"{OURS}_experts", f"{OURS}_loss"
 
 
 @pytest.fixture

@@ -15,11 +15,12 @@ from integrations import test_torchtitan as titan
 from integrations.test_torchtitan import _by_pytorch, _one_rank  # noqa: F401
 
 from onepass.integrations import torchtitan as onepass_titan
-from onepass.integrations import torchtitan_configs
+from onepass.integrations import torchtitan_configs, torchtitan_experts, torchtitan_loss
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = pytest.mark.filterwarnings("default")  # torchtitan's and its dependencies' own
 FOLDER, PATCH = object(), object()  # in the places of tmp_path and monkeypatch
+MODULES = onepass_titan, torchtitan_configs, torchtitan_experts, torchtitan_loss
 
 
 def steps(*names, kind="sdpa"):
@@ -37,6 +38,15 @@ EIGHT = titan.test_precision, "block", PATCH
 WITHIN = titan.test_a_norm_within_one_product, True, PATCH
 COMPLEX = titan.test_rope, "complex_rope", titan.rope.ComplexRoPE, None
 HALVES = titan.test_rope, "cos_sin_rope", titan.rope.CosSinRoPE, None
+SORTED, BY_RANK = (
+    (titan.test_experts, titan.moe.GroupedExperts, each)
+    for each in (titan.token_dispatcher.AllToAllTokenDispatcher, titan.ByRank)
+)
+BIASED = titan.test_experts, titan.GptOssGroupedExperts, titan.token_dispatcher.AllToAllTokenDispatcher
+BIASED_ROWS, MAIN_GRAD = (
+    (titan.test_experts, titan.GptOssGroupedExperts, titan.ByRank),
+    (titan.test_experts_with_main_grad, *SORTED[1:]),
+)
 CALLS, VALIDATION = (titan.test_calls_that_are_refused,), (titan.test_a_loss_without_gradients, FOLDER)
 
 MUTANTS = {  # name: function, what is there, what stands there instead, the test that must fail
@@ -107,6 +117,18 @@ MUTANTS = {  # name: function, what is there, what stands there instead, the tes
     "not divided by the tokens": ("LinearCrossEntropyLoss.__call__", "loss if global_valid_tokens is None else loss / global_valid_tokens", "loss", VALIDATION),
     "a head that is no Linear": ("LinearCrossEntropyLoss.set_lm_head", "type(lm_head).forward is not nn.Linear.forward", "False", CALLS),
     "another loss within the chunks": ("loss", 'check("loss, within ChunkedLossWrapper,", config.loss_fn, CrossEntropyLoss.Config)', "pass", refused("loss", 1)),
+    "rows' ends off by one": ("_multiply", "counts.cumsum(0, dtype=torch.int32)", "counts.cumsum(0, dtype=torch.int32) - 1", BY_RANK),
+    "scores left out": ("_multiply", "ends, options, by_row, how", "ends, options, None, how", SORTED),
+    "a bias of results that has no score": ("_multiply", "of_down[1], ends, by_row,", "of_down[1], ends, None,", BIASED),
+    "no bias of up": ("_multiply", "add_expert_bias(h, of_up[1],", "add_expert_bias(h, None,", BIASED_ROWS),
+    "gates and values exchanged": ("GatedExperts.forward", '"w1_EFD", "w3_EFD"', '"w3_EFD", "w1_EFD"', SORTED),
+    "neighbouring gates as halves": ("BiasedExperts.forward", "interleaved=True", "interleaved=False", BIASED),
+    "no clamp": ("BiasedExperts.forward", "self.swiglu_limit, 1.0", "None, 1.0", BIASED),
+    "no offset": ("BiasedExperts.forward", "self.swiglu_limit, 1.0", "self.swiglu_limit, None", BIASED),
+    "copies of weights": ("_local", "else each for", "else each.clone() for", MAIN_GRAD),
+    "dispatchers of ranks passed over": ("SortedExperts.forward", "if by_rank or", "if not by_rank or", BY_RANK),
+    "other experts": ("experts", "check(\"experts, of its inner_experts,\", inner, *OF_EXPERTS)", "inner = type(inner).__mro__[1](dim=64, hidden_dim=48, num_experts=5)", refused("experts", 0)),
+    "blocks whose experts stay": ("block", "config.moe is not None", "False", (titan.test_moe_blocks, FOLDER)),
     "another loss": ("loss", "ChunkedLossWrapper.Config, CrossEntropyLoss.Config)", "*[type(config)])", refused("loss", 0)),
     "subclasses taken": ("check", "type(config) not in known", "not isinstance(config, known)", refused("norm", 0)),
     "full_dtensor taken": ("check", 'get_spmd_backend() == "full_dtensor"', "False", (titan.test_full_dtensor_is_refused, "norm", FOLDER)),
@@ -142,7 +164,7 @@ def test_the_module_passes(load, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants(name, load, tmp_path, monkeypatch):
     function, old, new, call = MUTANTS[name]
-    module = torchtitan_configs if hasattr(torchtitan_configs, function) else onepass_titan
+    module = next(each for each in MODULES if getattr(vars(each).get(function.split(".")[0]), "__module__", "") == each.__name__)
     load(partial(mutate, entry=onepass_titan), module, function, old, new)
     with pytest.raises((Exception, pytest.fail.Exception)):
         judge(call, tmp_path, monkeypatch)

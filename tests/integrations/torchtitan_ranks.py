@@ -22,6 +22,8 @@ CASES = {  # how the ranks share, and whether they compile; with each set of ove
     "spmd_types: tp, sp, compiled": ({"spmd_backend": "spmd_types", **TP}, True),
     "spmd_types: tp": ({"spmd_backend": "spmd_types", **TP, **PLAIN}, False),
 }
+EP = {"spmd_backend": "partial_dtensor", "expert_parallel_degree": 2}
+OF_EXPERTS = {"ep": EP, "tp and ep": EP | TP, "experts, fsdp": CASES["fsdp"][0], "experts, tp, sp": CASES["tp, sp"][0]}
 
 
 def run(rank, ranks, folder, backend):
@@ -39,6 +41,12 @@ def run(rank, ranks, folder, backend):
             config = runs.new_config(folder, names, kind, shared, **parallelism)
             config.compile.enable, config.compile.backend = compiled, "aot_eager"
             with onepass.use_backend("torch"), runs.without_fsdp() if plain else contextlib.nullcontext():
+                found[case, names] = runs.train(config)[0]
+    for case, parallelism in OF_EXPERTS.items():
+        for names in ((), ("experts",)):
+            shared = 1 if "tensor_parallel_degree" in parallelism else ranks
+            config = runs.with_experts(runs.new_config(folder, names, "sdpa", shared, "qwen3", **parallelism))
+            with onepass.use_backend("torch"):
                 found[case, names] = runs.train(config)[0]
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

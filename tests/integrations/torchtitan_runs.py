@@ -144,6 +144,14 @@ def new_config(folder, names=(), kind="flex", ranks=1, model="llama3", fuse_qkv=
     return config
 
 
+def with_experts(config):
+    """A Qwen 3's config with a mixture of experts in each layer."""
+    spec = importlib.import_module("torchtitan.models.qwen3").model_registry("debugmodel_moe", attn_backend="flex").model
+    for layer in config.model_spec.model.layers:
+        layer.feed_forward, layer.moe = None, spec.layers[0].moe
+    return config
+
+
 @contextmanager
 def on_cpu():
     """What torchtitan needs a GPU, NCCL or a newer PyTorch for, and what it leaves changed."""

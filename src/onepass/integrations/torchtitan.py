@@ -2,9 +2,10 @@
 
     torchrun ... --override.imports onepass.integrations.torchtitan.norm onepass.integrations.torchtitan.loss
 
-`block`, `norm`, `feed_forward`, `gqa`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories. torchtitan calls
-each with every config of its kind, after it has set their sharding, and builds what they return. Parameters, their names and
-their sharding stay, so state dicts and checkpoints do. A config that can't be replaced raises NotImplementedError and is named.
+`block`, `norm`, `feed_forward`, `experts`, `gqa`, `complex_rope`, `cos_sin_rope`, `attention` and `loss` are factories.
+torchtitan calls each with every config of its kind, after it has set their sharding, and builds what they return. Parameters,
+their names and their sharding stay, so state dicts and checkpoints do. A config that can't be replaced raises
+NotImplementedError and is named.
 
 Under spmd_types, torchtitan's default, modules see plain tensors; under partial_dtensor, where ranks share a weight, DTensors.
 """
@@ -12,11 +13,10 @@ Under spmd_types, torchtitan's default, modules see plain tensors; under partial
 from __future__ import annotations
 
 from abc import ABCMeta
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from onepass.integrations.compiled_mlp import gated_mlp, use_gated_mlp
@@ -26,7 +26,6 @@ from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.attention.attention import attention as attend
 from onepass.ops.attention.rope import rope
 from onepass.ops.linear.linear import linear
-from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import rms_norm
@@ -34,10 +33,8 @@ from onepass.ops.norm.norm_linear import norm_linear
 from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 try:
-    import spmd_types as spmd
-    from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config import derive, override
-    from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
     from torchtitan.models.common.attention import (
         FlexAttention,
         FusedQKVLinear,
@@ -50,11 +47,15 @@ try:
     from torchtitan.models.common.decoder import TransformerBlock
     from torchtitan.models.common.feed_forward import FeedForward
     from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
     from torchtitan.models.llama3.model import Llama3TransformerBlock
     from torchtitan.models.qwen3.model import Qwen3TransformerBlock
     from torchtitan.protocols.module import Module
+
+    from onepass.integrations.torchtitan_experts import OF_EXPERTS, SortedExperts
+    from onepass.integrations.torchtitan_loss import LinearCrossEntropyLoss
 except ImportError as error:
     raise SeamError(
         f"torchtitan {VERSION} lacks what onepass replaces or needs ({error}): use a version that onepass was tested with, "
@@ -62,6 +63,8 @@ except ImportError as error:
     ) from error
 
 check_seam(FeedForward, "forward", "self", "x")
+check_seam(GroupedExperts, "forward", "self", "x_RD", "num_tokens_per_expert_E")
+check_seam(RoutedExperts, "forward", "self", "x_BLD", "topk_scores_BLK", "topk_expert_ids_BLK", "num_local_tokens_per_expert_E")
 check_seam(Llama3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
 check_seam(Qwen3TransformerBlock, "forward", "self", "x", "attention_masks", "positions")
 check_seam(GQAttention, "forward", "self", "x_BLD", "attention_masks", "positions")
@@ -201,6 +204,18 @@ def _check_plain(name: str, precision: Precision, config: Any, **layers: Any) ->
     for layer, found in layers.items():
         if type(found) is not Linear.Config:
             refuse(name, config, f"with a precision its {layer} must be Linear.Config, but is {type(found).__qualname__}")
+
+
+# ---- experts ----
+
+
+@override(target=RoutedExperts.Config, description="onepass.experts")
+def experts(config: Any, *, precision: Precision = None) -> Any:
+    """precision: as in `onepass.experts`."""
+    check("experts", config, RoutedExperts.Config)
+    inner = config.inner_experts
+    check("experts, of its inner_experts,", inner, *OF_EXPERTS)
+    return derive(config, SortedExperts.Config, inner_experts=derive(inner, OF_EXPERTS[type(inner)].Config, precision=precision))
 
 
 # ---- rope ----
@@ -439,44 +454,19 @@ def block(config: Any, *, flex_as_documents: bool = False, precision: Precision 
     parts = {"attention": gqa(config.attention, flex_as_documents=flex_as_documents, precision=precision)}
     if config.feed_forward is not None:
         parts["feed_forward"] = feed_forward(config.feed_forward, precision=precision)
+    if config.moe is not None:
+        parts["moe"] = _moe(config.moe, precision)
     return derive(config, _BLOCKS[type(config)].Config, **parts)
 
 
+def _moe(config: Any, precision: Precision) -> Any:
+    parts = {"routed_experts": experts(config.routed_experts, precision=precision)}
+    if config.shared_experts is not None:
+        parts["shared_experts"] = feed_forward(config.shared_experts, precision=precision)
+    return derive(config, type(config), **parts)
+
+
 # ---- loss ----
-
-
-class LinearCrossEntropyLoss(ChunkedLossWrapper):
-    """The head and the loss as one op, in one call of lm_head, whose weight FSDP2 then gathers and reduces once."""
-
-    Config = new_config("LinearCrossEntropyLoss", ChunkedLossWrapper)
-
-    def __init__(self, config: Any, *, compile_config: Any = None) -> None:
-        super().__init__(config)
-
-    def set_lm_head(self, lm_head: nn.Module) -> None:
-        if type(lm_head).forward is not nn.Linear.forward:
-            raise NotImplementedError(f"onepass's loss needs an lm_head that is a Linear, but it is {type(lm_head).__qualname__}")
-        lm_head.forward = partial(_head, lm_head, lm_head.forward)
-        super().set_lm_head(lm_head)
-
-    def __call__(
-        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """As CrossEntropyLoss has it, loss_inputs have no effect."""
-        assert self.lm_head is not None
-        loss = self.lm_head(pred, labels)
-        return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
-
-
-def _head(head: Any, stock: Any, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Stands in for lm_head's forward: the summed loss where there are labels, else logits."""
-    if labels is None:
-        return stock(hidden)  # type: ignore[no-any-return]
-    group = None
-    if spmd_mesh_size("tp") > 1:
-        group = current_spmd_mesh().get_group("tp")
-        hidden = spmd.redistribute(hidden, group, src=spmd.R, dst=spmd.I)  # what comes back is summed over the ranks already
-    return linear_cross_entropy(hidden, head.weight, labels, group, "sum", IGNORE_INDEX, bias=head.bias)  # type: ignore[no-any-return]
 
 
 @override(target=BaseLoss.Config, description="onepass.linear_cross_entropy")
