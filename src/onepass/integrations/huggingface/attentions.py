@@ -169,7 +169,7 @@ class AttentionMatch:
         module: Any = self.module
         if x.is_cuda and _head_size(module) not in SIZES:  # its own code runs rope's kernel and SDPA
             return False
-        if not marked and (self.whole.softcap is not None or module.config._attn_implementation != "sdpa"):
+        if not marked and (self.whole.softcap is not None or module.config._attn_implementation not in ("sdpa", "onepass")):
             return False
         return not (module.training and drops(module)) and self.whole.norm_options(module) is not None
 

@@ -46,6 +46,20 @@ def documents_of_rows(ids_or_mask: object, rows: int, tokens: int, device: torch
     return torch.searchsorted(starts.flatten().cumsum(0), numbers, out_int32=True)  # past the last document: all tokens
 
 
+def documents_of_padding(mask: Tensor) -> Tensor:
+    """Return int32 boundaries of three documents a row: hidden tokens, those that are kept, hidden ones. Each may be empty.
+
+    Nothing is read by the host. A mask with holes makes boundaries that are wrong, of which attention makes NaN.
+    """
+    rows, tokens = mask.shape
+    kept = mask.to(torch.int32)
+    count, first, end = kept.sum(1), kept.argmax(1), tokens - kept.flip(1).argmax(1)  # of a row without any: 0 and all tokens
+    begin = torch.arange(rows, device=mask.device) * tokens
+    bounds = torch.stack([begin, begin + first, begin + end], 1).flatten()
+    holes = ((count > 0) & (count != end - first)).any()
+    return torch.where(holes, -1, F.pad(bounds, (0, 1), value=rows * tokens)).to(torch.int32)
+
+
 def starts_of(ids_or_mask: Tensor, padding: bool) -> Tensor:
     """Return [rows, tokens], true where a document begins: where positions don't go on, or a mask changes."""
     if padding:

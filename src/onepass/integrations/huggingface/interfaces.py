@@ -55,7 +55,7 @@ def backend_of(qkv: Tensor, heads: int, groups: int, cu_seqlens: Tensor | None) 
 class InterfaceCall:
     """How a module's code calls its interface, whose function computes what `onepass.attention` does."""
 
-    by: str  # the implementation that was compared: "sdpa" or "eager"
+    by: str  # the implementation that was compared: "sdpa", "eager" or "onepass"
     scale: float | None
     softcap: float | None
     sinks: bool
@@ -84,7 +84,8 @@ class Interfaces:
             documents, window = documents_of(attention_mask), window_of(module._onepass.window, q.shape[2])
             if documents is None and window is None and name == "sdpa" and module._onepass.interface.is_plain:
                 return function(module, q, k, v, None, *args, **options)
-            return _attend(q, k, v, documents, window, options), None
+            taken: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "s_aux")}
+            return attend_heads(q, k, v, documents, window=window, **taken), None
 
         return call
 
@@ -94,7 +95,18 @@ def window_of(window: int | None, tokens: int) -> int | None:
     return None if window is None or window >= tokens else window
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, options: dict[str, Any]) -> Tensor:
+def attend_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    *,
+    causal: bool = True,
+    window: int | tuple[int, int] | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
     """Return y [B, tokens, heads, D] of q [B, heads, tokens, D]; k and v have the groups."""
     (B, heads, S, D), groups = q.shape, k.shape[1]
     rows = (1, B * S) if documents is not None else (B, S)
@@ -103,11 +115,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: i
         qkv,
         heads,
         groups,
-        scale=options.get("scaling"),
+        scale=scaling,
+        causal=causal,
         cu_seqlens=documents,
         window=window,
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
+        softcap=softcap,
+        sinks=s_aux,
         deterministic=False,
         backend=backend_of(qkv, heads, groups, documents),
     )
@@ -138,7 +151,7 @@ def find_interface(stock: Any, by: str, run: Callable[[Any], object]) -> Interfa
     """
     recorder = _Recorder()
     run(recorder)
-    if len(recorder.calls) != 1 or by not in ("sdpa", "eager"):
+    if len(recorder.calls) != 1 or by not in ("sdpa", "eager", "onepass"):
         return None
     default, module, q, k, v, options = recorder.calls[0]
     if any(value is not None and value is not False for name, value in options.items() if name not in _KNOWN):

@@ -119,7 +119,7 @@ class Stack:
         for name in everything:
             if name not in _INPUTS and name not in _HIDING and (name in inputs or name == "is_causal"):
                 raise Refused(name)
-        if self.by != "sdpa" and getattr(stack.config, "output_attentions", False):
+        if self.by == "eager" and getattr(stack.config, "output_attentions", False):
             raise Refused("output_attentions")
         if any(path.attention.module.training and drops(path.attention.module) for path in self.paths):
             raise Refused("attention dropout")
@@ -230,7 +230,7 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
     if len(paths) < len(layers):
         return None, "not all of its layers pass a mask on to an attention that is causal"
     by = stack.config._attn_implementation
-    if by not in ("eager", "sdpa"):
+    if by not in ("eager", "sdpa", "onepass"):
         return None, f"its attention is {by}"
     if not getattr(stack.config, "is_causal", True):
         return None, "its attention is not causal"
@@ -247,7 +247,7 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
         return None, "its masks are none that onepass knows"
     windows = [stack.config.sliding_window if seen is narrow else None for seen in hidden]
     plain_only = any(path.attention.interface is None for path in paths)
-    if plain_only and (by != "sdpa" or any(windows)):
+    if plain_only and (by == "eager" or any(windows)):
         if by == "sdpa" and getattr(stack.config, "attn_logit_softcapping", None):  # Gemma 2; newer transformers refuse that
             return None, "SDPA drops its softcap: load it with attn_implementation='eager', or by a newer transformers"
         return None, "its layers call attention in a way that onepass doesn't know"
