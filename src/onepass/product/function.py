@@ -4,6 +4,8 @@ Saves    what the prologue keeps of its inputs, and the weight where an input's 
 Backward on one rank, and where ranks have parts of y's sum: the rows' gradient, the prologue's backward, which makes the rows
          again in its own pass, and the weight's gradient. Where ranks have some of the weight's rows: the rows come from all
          ranks under the product for their gradient, whose sum comes under the weight's; the prologue's backward is last.
+Again    where torch.utils.checkpoint computes it again, what is saved is handed over before the product. PyTorch stops with the
+         last tensor that backward needs, and so without the last product of a block.
 Writes   last: a call that finds no memory has written no main_grad, or says which.
 """
 
@@ -31,7 +33,7 @@ from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, v
 from onepass.product.lora import WITH_ADAPTERS, LoRA, are_masked
 from onepass.product.product import PlainProduct, Product
 from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
+from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, recomputation, under_functorch, writable
 
 SKIP = GradRequest.SKIP
 Grads = Sequence[Tensor | None]
@@ -53,16 +55,19 @@ class _Linear(torch.autograd.Function):
         if product.num_weights > 1:  # they are one that has all their rows
             tensors, needs = _joined(tensors, product.num_weights, tuple), _joined(needs, product.num_weights, any)
         *inputs, weight, bias = tensors
-        y, rows, kept, ctx.product = product.forward(prologue, inputs, weight, bias, needs)
-        saved = (weight if any(needs[:-2]) else None,)
+        saved = weight if product.num_weights > 1 else (weight if any(needs[:-2]) else None,)
+        hook = recomputation()
+        ctx.early = early = None if hook is None else _EarlySaves(hook, saved)
+        y, rows, kept, ctx.product = product.forward(prologue, inputs, weight, bias, needs, None, early)
         if product.num_weights > 1:
-            ctx.row_counts, saved, weight, bias = [part.shape[0] for part in weight], weight, weight[0], bias[0]
+            ctx.row_counts, weight, bias = [part.shape[0] for part in weight], weight[0], bias[0]
         weight_place = main_grad_of(weight) if needs[-2] else None
         bias_place = main_grad_of(bias) if bias is not None and needs[-1] else None
         ctx.parameters, ctx.main_grads = (weight, bias), (weight_place, bias_place)
         vectors = len(prologue.vectors)
         ctx.vectors = saved_vectors(ctx, _FIRST + 1, *inputs[1 : 1 + vectors]) if vectors else None
-        ctx.save_for_backward(*kept, *saved)
+        if early is None or not early.tensors:
+            ctx.save_for_backward(*kept, *saved)
         returns_rows, returns_x = prologue.returns
         if not (returns_rows or returns_x):
             return writable(y)
@@ -75,14 +80,15 @@ class _Linear(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor | None, *more: Any) -> tuple[Tensor | None, ...]:
         asked, row_counts = grad_requests(ctx, ctx.count, first=_FIRST), ctx.row_counts
-        product, adapters = ctx.product, ctx.num_adapters
+        product, adapters, early = ctx.product, ctx.num_adapters, ctx.early
+        saved = ctx.saved_tensors if early is None or not early.tensors else early.tensors
         if adapters:
             asked, asked_of_adapters = asked[:-adapters], asked[-adapters:]
         requests: Sequence[GradRequest] = asked
         if row_counts is None:
-            *kept, weight = ctx.saved_tensors
+            *kept, weight = saved
         else:
-            count, saved = len(row_counts), ctx.saved_tensors
+            count = len(row_counts)
             kept, weight, requests = saved[:-count], saved[-count:], _joined(asked, count, _request_of_any)
         if adapters:
             product, kept = product.of_pass(kept, asked_of_adapters)
@@ -94,6 +100,20 @@ class _Linear(torch.autograd.Function):
         else:
             grads, of_adapters = _over_ranks(ctx, product, weight, kept, requests, dy, *came)
         return None, None, *(grads if row_counts is None else _of_parts(grads, row_counts, asked)), *of_adapters
+
+
+class _EarlySaves:
+    """What a recomputation saves of a call, before its product: where nothing comes after, it ends without that."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], weights: Kept) -> None:
+        self.hook, self.weights = hook, weights
+        self.tensors: Kept = ()
+
+    def __call__(self, kept: Kept) -> None:
+        self.tensors = (*kept, *self.weights)
+        for tensor in self.tensors:
+            if tensor is not None:
+                self.hook(tensor)
 
 
 def _alone(

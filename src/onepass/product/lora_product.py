@@ -28,7 +28,7 @@ from onepass.kernels.low_rank import RowDropout
 from onepass.product.adapters import AdapterPlan, MaskedAdapters, mask_of, plan_of
 from onepass.product.lora import WITH_ADAPTERS, LoRA, LowRankRows, are_masked
 from onepass.product.product import Forward, OutputGradient, Product, ProductCall
-from onepass.product.prologue import Inputs, Kept, Needs, Prologue
+from onepass.product.prologue import Inputs, Keep, Kept, Needs, Prologue
 
 SKIP = GradRequest.SKIP
 
@@ -73,7 +73,8 @@ class LoRAProduct(NamedTuple):
         return LoRAProduct(*self[:7], tensors, needs)
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
         tensors, own_needs, dtype = self.tensors, self.needs, prologue.dtype
         products, mask = self.plan, ()  # type: Any, Sequence[Any]
@@ -85,15 +86,20 @@ class LoRAProduct(NamedTuple):
         else:
             a, b = pack_adapters(tensors, dtype, self.plan.shapes)
         t: Any = None
+        of_prologue: list[Tensor | None] = []
 
         def start_with_adapters(rows: Tensor, N: int, bias: Tensor | None) -> Tensor:
             nonlocal t
             t = products.low_rank(rows_of(rows), a)
+            if keep is not None:
+                keep((*of_prologue, t, a, b, *mask))
             return products.expand(t, b, bias)  # type: ignore[no-any-return]
 
         if needs is not None and True in own_needs[::2]:  # the gradient of a takes the rows, as the weight's does
             needs = (*needs[:-2], True, needs[-1])
-        y, rows, kept, base = self.base.forward(prologue, inputs, weight, bias, needs, start_with_adapters)
+        y, rows, kept, base = self.base.forward(
+            prologue, inputs, weight, bias, needs, start_with_adapters, None if keep is None else of_prologue.extend
+        )
         if self.low_rank_rows is not None and True in own_needs[1::2]:
             self.low_rank_rows.t = t
         places = [main_grad_of(tensor) if need else None for tensor, need in zip(tensors, own_needs, strict=False)]

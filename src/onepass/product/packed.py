@@ -15,7 +15,7 @@ from torch import Tensor
 from onepass.distributed.tensor_parallel import Start, input_gradient
 from onepass.gradients.packed_params import concat_no_grad
 from onepass.product.product import Forward, OutputGradient, PlainProduct
-from onepass.product.prologue import Inputs, Needs, Prologue
+from onepass.product.prologue import Inputs, Keep, Needs, Prologue
 from onepass.runtime.dispatch import registered
 
 
@@ -41,7 +41,8 @@ class PackedProduct(PlainProduct):
     __slots__ = ()
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
         assert start is None, "weights that a graph takes apart have no adapters"
         rows, kept = prologue.rows(inputs, needs)

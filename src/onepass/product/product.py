@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepass.distributed.tensor_parallel import Start, TPLayout, row_gradients, rows_of, start_gather, tp_product
 from onepass.gradients.main_grad import GradRequest, weight_gradient
-from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
+from onepass.product.prologue import Inputs, Keep, Kept, Needs, Prologue, PrologueGradients
 from onepass.product.rows import rows_in
 from onepass.runtime.dispatch import cast
 from onepass.runtime.fp8 import FP8Target
@@ -91,9 +91,13 @@ class Product(Protocol):
         """How many tensors of adapters it takes after the weight and the bias (product/lora_product.py)."""
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
-        """Multiply. Of several weights `weight` and `bias` are tuples. `start` makes what the product is added to."""
+        """Multiply. Of several weights `weight` and `bias` are tuples. `start` makes what the product is added to.
+
+        `keep` takes what the prologue keeps, before the product. Without it that comes after, as in `Forward`.
+        """
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         """Let the backward of the op that takes y know what this product takes as its gradient."""
@@ -114,9 +118,12 @@ class PlainProduct(NamedTuple):
         return rows_in(x_type, dtype)
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
         rows, kept = prologue.rows(inputs, needs)
+        if keep is not None:
+            keep(kept)
         return tp_product(rows, weight, bias, self.layout, start), rows, kept, self
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:

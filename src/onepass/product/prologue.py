@@ -6,7 +6,7 @@ product, and a product knows rows alone. For products in eight bits it makes cod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from onepass.runtime.fp8 import FP8Target
 
 Inputs = Sequence[Tensor | None]  # x, then vectors, then others
 Kept = Sequence[Tensor | None]  # what backward needs of them; the first is x, or what stands for it
+Keep = Callable[[Kept], None]  # takes what backward needs, before the product: a recomputation may end there
 Needs = Sequence[bool] | None  # which gradients of the inputs, the weight and the bias may be asked for; None: no backward comes
 
 

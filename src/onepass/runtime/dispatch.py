@@ -74,8 +74,21 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def under_checkpoint() -> bool:
     """Whether this forward is one that torch.utils.checkpoint runs, without reentrance, and will run again."""
+    return _checkpoint_hook() is not None
+
+
+def recomputation() -> Callable[[Tensor], Any] | None:
+    """Return what takes the tensors that a recomputation of torch.utils.checkpoint saves, or None where none runs.
+
+    It ends the recomputation, by an exception, with the last tensor that backward needs.
+    """
+    hook = _checkpoint_hook()
+    return hook if hook is not None and hook.__qualname__.startswith("_recomputation_hook.") else None
+
+
+def _checkpoint_hook() -> Any:
     hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    return hooks[0] if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint" else None
 
 
 def under_functorch() -> bool:

@@ -27,7 +27,7 @@ from onepass.product.fp8.rows import FP8Rows, kept_rows
 from onepass.product.fp8.scales import factors_of, new_factors
 from onepass.product.fp8.weight import FP8Operand, FP8Weight, fp8_weight
 from onepass.product.product import Forward, OutputGradient, PlainProduct
-from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
+from onepass.product.prologue import Inputs, Keep, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
@@ -195,7 +195,8 @@ class CompiledFP8Product(NamedTuple):
         return GraphRows(x_type, dtype)
 
     def forward(
-        self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
         rows, recipe = prologue.rows(inputs, None)[0] if prologue.returns[0] else None, self.recipe
         weights, biases = (weight, bias) if self.num_weights > 1 else ((weight,), (bias,))

@@ -36,7 +36,7 @@ from onepass.product.fp8.scales import FP8Factors
 from onepass.product.fp8.updates import Version
 from onepass.product.fp8.weight import FP8Operand, FP8Weight, PendingOperand, add_multiplied, multiply, transposed_weight
 from onepass.product.product import Forward, OutputGradient, PlainProduct
-from onepass.product.prologue import Inputs, Kept, Needs, Prologue, PrologueGradients
+from onepass.product.prologue import Inputs, Keep, Kept, Needs, Prologue, PrologueGradients
 from onepass.runtime.dispatch import registered
 from onepass.runtime.fp8 import E4M3, FP8Target
 from onepass.runtime.op import Registered
@@ -254,7 +254,8 @@ class FP8Product(NamedTuple):
         return FP8Rows(x_type, dtype)
 
     def forward(
-        self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Any, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
         state, layout, rows = self.state, self.layout, None
         state.update(weight)
@@ -273,6 +274,8 @@ class FP8Product(NamedTuple):
         if layout is not None and layout.gathers_x:
             whole = PendingOperand(ours, layout.group).wait()
             shape[0] *= layout.group.size()
+        if keep is not None:
+            keep(kept)
         of_weight, factors = state.rows(weight)
         fast = dtype is not torch.float32  # its sums are off by 1e-4, which a 16-bit result does not show
         if start is None:

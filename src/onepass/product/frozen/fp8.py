@@ -26,7 +26,7 @@ from onepass.product.fp8.scales import FP8Factors, FP8Scales, factors_of
 from onepass.product.frozen.weight import DecodedProduct, FrozenWeight, check_frozen, define_frozen
 from onepass.product.precision import PRODUCTS
 from onepass.product.product import Forward, Product
-from onepass.product.prologue import Inputs, Needs, Prologue
+from onepass.product.prologue import Inputs, Keep, Needs, Prologue
 from onepass.runtime.checks import check_floating
 from onepass.runtime.dispatch import PLAIN
 from onepass.runtime.fp8 import E4M3, MULTIPLE, FP8Target, check_gpu, dequantise, fits_fp8
@@ -201,9 +201,10 @@ class FrozenFP8Product(NamedTuple):
         return FP8Rows(x_type, dtype)
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
-        return _forward(self, prologue, inputs, weight, bias, needs, start)  # type: ignore[no-any-return]
+        return _forward(self, prologue, inputs, weight, bias, needs, start, keep)  # type: ignore[no-any-return]
 
     def mark_output(self, y: Tensor, bias: Tensor | None) -> None:
         """The gradient's transposed codes, which another op would write, are for a weight's gradient."""

@@ -19,7 +19,7 @@ from onepass.distributed.tensor_parallel import Start, TPLayout
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.product.precision import FROZEN
 from onepass.product.product import Forward, OutputGradient, PlainProduct, Product
-from onepass.product.prologue import Inputs, Needs, Prologue
+from onepass.product.prologue import Inputs, Keep, Needs, Prologue
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8_recipe import Precision
 
@@ -152,9 +152,10 @@ class DecodedProduct(PlainProduct):
     __slots__ = ()
 
     def forward(
-        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None
+        self, prologue: Prologue, inputs: Inputs, weight: Any, bias: Any, needs: Needs, start: Start | None = None,
+        keep: Keep | None = None,
     ) -> Forward:  # fmt: skip
-        return super().forward(prologue, inputs, _decoded(weight, prologue.dtype), bias, needs, start)
+        return super().forward(prologue, inputs, _decoded(weight, prologue.dtype), bias, needs, start, keep)
 
     def output_gradient(
         self, dy: Tensor, weight: Any, came: Tensor | None, asks_rows: bool, asks_weight: bool, *, later: bool, ours: bool = False

@@ -1,0 +1,119 @@
+"""Products under torch.utils.checkpoint: the last of a block is not computed again, and gradients have their bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+import onepass
+
+ROWS, HIDDEN, RANK = 16, 32, 4
+
+
+def _new(*shape):
+    return torch.nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
+
+
+def _linear(x, weight, bias, **options):
+    return onepass.linear(x, weight, bias, **options)
+
+
+def _norm_linear(x, weight, bias):
+    return onepass.norm_linear(x, torch.ones_like(x[0]), weight, bias=bias)
+
+
+def _activation_linear(x, weight, bias):
+    return onepass.activation_linear(x, weight, bias, activation="gelu")
+
+
+def _lora_linear(x, weight, bias, a, b, **options):
+    return onepass.lora_linear(x, weight, a, b, scale=2.0, bias=bias, **options)
+
+
+def _frozen(x, weight, bias):
+    return onepass.linear(x, onepass.freeze_weight(weight.detach(), "fp8"), bias)
+
+
+LAYERS = {
+    "norm_linear": _norm_linear,
+    "activation_linear": _activation_linear,
+    "lora": _lora_linear,
+    "lora, dropout": partial(_lora_linear, dropout=0.5),
+    "eight bits": partial(_linear, precision="fp8"),
+    "lora, eight bits": partial(_lora_linear, precision="fp8"),
+    "frozen": _frozen,
+}
+
+
+def _gradients(function, parameters, x, checkpointed, passes=1):
+    torch.manual_seed(1)
+
+    def block(x):
+        for own in parameters:
+            x = function(x, *own)
+        return x
+
+    leaves = [x.detach().requires_grad_(), *[tensor.detach().requires_grad_() for own in parameters for tensor in own]]
+    count = len(parameters[0])
+    parameters = [leaves[1 + count * layer : 1 + count * (layer + 1)] for layer in range(len(parameters))]
+    y = checkpoint(block, leaves[0], use_reentrant=False) if checkpointed else block(leaves[0])
+    for left in reversed(range(passes)):
+        y.backward(torch.ones_like(y), retain_graph=left > 0)
+    return [tensor.grad for tensor in leaves]
+
+
+def _of_addmm(start, a, b, out_shape=None, **_):
+    return 2 * a[0] * a[1] * b[1]
+
+
+def _operations(*case):
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _of_addmm}) as counter:
+        grads = _gradients(*case, True)
+    return grads, counter.get_total_flops()
+
+
+def _case(name):
+    torch.manual_seed(0)
+    adapters = [(RANK, HIDDEN), (HIDDEN, RANK)] if "lora" in name else []
+    parameters = [[_new(*shape) for shape in ((HIDDEN, HIDDEN), (HIDDEN,), *adapters)] for _ in range(2)]
+    return LAYERS[name], parameters, torch.randn(ROWS, HIDDEN)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_last_product_is_not_computed_again(name):
+    case = _case(name)
+    wanted = _gradients(*case, False)
+    with set_checkpoint_early_stop(False):
+        whole, of_whole = _operations(*case)
+    got, of_got = _operations(*case)
+    of_adapters = RANK if "lora" in name else 0
+    assert of_whole - of_got == 2 * ROWS * HIDDEN * (HIDDEN + of_adapters)
+    for a, b, c in zip(wanted, whole, got, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, c) if a is not None else c is None
+
+
+@pytest.mark.parametrize("name", ["norm_linear", "lora, dropout"])
+def test_passes(name):
+    case = _case(name)
+    wanted, got = _gradients(*case, False, passes=2), _gradients(*case, True, passes=2)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_gradient_within_the_block(early_stop):
+    """What a recomputation has saved early is there for a backward of its own."""
+    layer, ((weight, bias), _), x = _case("norm_linear")
+
+    def block(x):
+        y = layer(x, weight, bias)
+        (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y * dx.detach()
+
+    x = x.requires_grad_()
+    with set_checkpoint_early_stop(early_stop):
+        grads = [torch.autograd.grad(f(x).sum(), (x, weight)) for f in (block, partial(checkpoint, block, use_reentrant=False))]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
