@@ -208,6 +208,7 @@ CASES = {
 ELSEWHERE = {  # what is no function of tensors, and the test that runs it
     "_grad_accum_fusion_available": "test_megatron.test_gradient_accumulation_fusion",
     "LocalSpecProvider": "test_megatron.test_installed_and_by_spec_as_stock",
+    "grouped_mlp_modules": "test_experts.test_a_models_experts",
     "__init__": "test_megatron.test_linear_cross_entropy_rounds_no_logits",
     "get_megatron_optimizer": "test_megatron.test_adam_and_clipping_as_stock",
 }

@@ -122,6 +122,20 @@ def test_the_activation_lies_within_the_product(options, activation):
     assert activation is None or as_wide == (0 if config.gated_linear_unit else 1)  # fc1's output, twice as wide if gated
 
 
+def test_quick_geglu_of_a_dense_mlp():
+    """By the name that --quick-geglu gives it. Stock has no fused function of it without weights of tokens."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    options = {"activation_func": quick_gelu, "gated_linear_unit": True, "activation_func_clamp_value": 0.3}
+    options |= {"glu_linear_offset": 0.5}
+    test_the_activation_lies_within_the_product(options, "quick_geglu")
+    steps = []
+    for fused in (False, True):
+        config = config_of(**options, bias_activation_fusion=fused)
+        steps.append(step(model_of(config, megatron.gpt_layer_spec(config))))
+    assert steps[0] == steps[1]
+
+
 def test_a_norm_gives_back_the_residual():
     """Stock's local spec ignores the flag; Transformer Engine's norm does what ours does."""
     config = config_of(**KINDS["RMSNorm, swiglu"])

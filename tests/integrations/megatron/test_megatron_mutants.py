@@ -9,15 +9,15 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("triton")
 from integrations.bindings import bindings_kept
-from integrations.megatron import test_fusions, test_megatron, test_self_attention, test_specs
+from integrations.megatron import test_experts, test_fusions, test_megatron, test_self_attention, test_specs
 
 from onepass.integrations import megatron, seams
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
-ATTENTION, FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, SPECS, WGRAD = (
+ATTENTION, EXPERTS, FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, SPECS, WGRAD = (
     importlib.import_module(f"{megatron.__name__}.{name}")
-    for name in ("attention", "fusions", "head", "install", "mlp", "norms", "optimizer", "specs", "wgrad")
+    for name in ("attention", "experts", "fusions", "head", "install", "mlp", "norms", "optimizer", "specs", "wgrad")
 )
 GPT = (test_megatron.test_installed_and_by_spec_as_stock, "RMSNorm, swiglu", True)
 UNDO = (test_megatron.test_undo_restores_and_twice_is_refused,)
@@ -28,6 +28,7 @@ QKV, SPLIT = test_self_attention.test_fused_as_stock, test_self_attention.test_s
 PLAIN, NORMED = test_self_attention.PLAIN, test_self_attention.NORMED
 CALLS = test_self_attention.test_calls_that_are_split
 PACKED = test_self_attention.test_packed_documents
+BY_EXPERTS = (test_experts.test_as_stock, "swiglu", [3, 0, 5, 2])
 PATCH = object()  # in the place of monkeypatch
 
 
@@ -69,6 +70,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "fc1's bias forgotten": (MLP, "activation_row_parallel_linear", "activation_bias=activation_bias", "activation_bias=None", (test_megatron.test_installed_and_by_spec_as_stock, "LayerNorm, gelu", True)),
     "gelu that isn't fused by tanh": (MLP, "_tanh_gelu", "config.bias_activation_fusion and ", "", (WITHIN, test_megatron.KINDS["LayerNorm, gelu"], "gelu_exact")),
     "a dense MLP's clamp forgotten": (MLP, "activation_row_parallel_linear", '"clamp": self.config.activation_func_clamp_value', '"clamp": None', (WITHIN, CLAMPED, "swiglu")),
+    "a fused quick_geglu's clamp forgotten": (MLP, "activation_row_parallel_linear", 'not fused or self.activation == "quick_geglu"', "not fused", (test_megatron.test_quick_geglu_of_a_dense_mlp,)),
     "fc2 not called as a module": (MLP, "activation_mlp", "return self.linear_fc2(", "return self.linear_fc2.forward(", (WITHIN, test_megatron.KINDS["RMSNorm, swiglu"], "swiglu")),
     "documents that see each other": (ATTENTION, "fused_qkv_self_attention", 'options["cu_seqlens"] = packed_seq_params.cu_seqlens_q.to(torch.int32)', "pass", (test_megatron.test_packed_documents_are_alone,)),
     "documents that see each other in core attention": (ATTENTION, "core_attention", "cu_seqlens=documents, ", "", (test_self_attention.test_core_attention_of_documents,)),
@@ -113,6 +115,25 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "a flag ignored": (SPECS, "_refuse", "if getattr(config, name, None)", "if getattr(config, name, None) and False", (test_megatron.test_flags_that_specs_refuse, "fused_residual_rmsnorm")),
     "experts in every layer": (SPECS, "_moe_pattern", "int(layer % every == 0)", "1", (test_specs.test_some_layers_have_experts, 2, False)),
     "each stage has the first layers": (SPECS, "_layers_of_stage", "range(first, first + ", "range(0, ", (test_specs.test_a_stage_has_its_own_layers,)),
+    "an expert's rows end where they begin": (EXPERTS, "grouped_sequential_mlp", "cumsum(0, dtype=torch.int32)", "roll(1, 0).to(torch.int32).cumsum(0, dtype=torch.int32)", BY_EXPERTS),
+    "rows of one weight": (EXPERTS, "grouped_sequential_mlp", "self.options, probs, how", "self.options, None, how", BY_EXPERTS),
+    "a bias without its row's weight": (EXPERTS, "grouped_sequential_mlp", "bias, ends, probs,", "bias, ends, None,", (test_experts.test_as_stock, "biases", [3, 0, 5, 2])),
+    "experts' layers not called as modules": (EXPERTS, "grouped_sequential_mlp", "self.linear_fc1()", "self.linear_fc1.forward()", (test_experts.test_inputs_are_kept_and_not_activations,)),
+    "weights of the input twice": (EXPERTS, "grouped_sequential_mlp", "(x.dtype), None", "(x.dtype), probs", (test_experts.test_as_stock, "weights of the input", [3, 0, 5, 2])),
+    "experts' clamp forgotten": (EXPERTS, "grouped_sequential_mlp", "gate = config.activation_func_clamp_value,", "gate = None,", (test_experts.test_as_stock, "clamp and offset", [3, 0, 5, 2])),
+    "experts' offset forgotten": (EXPERTS, "grouped_sequential_mlp", "float(config.glu_linear_offset) or None", "None", (test_experts.test_as_stock, "clamp and offset", [3, 0, 5, 2])),
+    "stacked experts without Megatron's marks": (EXPERTS, "StackedLinear.__init__", "vars(stacked).update(vars(first))", "pass", (test_experts.test_a_models_experts, True)),
+    "the divided dimension as it was": (EXPERTS, "StackedLinear.__init__", "first.partition_dim + 1", "first.partition_dim", (test_experts.test_a_models_experts, True)),
+    "grouped without being asked": (EXPERTS, "with_grouped_experts", "if moe_use_grouped_gemm else sequential", "", (test_experts.test_a_models_experts, False)),
+    "activations that nobody has": (EXPERTS, "build_experts", "fused_activation(config) is None or ", "", (test_experts.test_other_activations_are_megatrons,)),
+    "the next expert's state": (EXPERTS, "_split_state", "stacked[name][e]", "stacked[name][e - 1]", (test_experts.test_a_state_dict_is_stocks,)),
+    "experts that are missing": (EXPERTS, "_stack_state", "all(key in state for key in keys)", "keys[0] in state", (test_experts.test_a_state_dict_is_stocks,)),
+    "shards of the first expert's": (EXPERTS, "_stacked_shards", "data=own", "data=t.detach()[0]", (test_experts.test_shards_are_stocks, {})),
+    "shards by the model's key": (EXPERTS, "_stacked_shards", "key=head + tail", "key=root + tail", (test_experts.test_shards_are_stocks, {})),
+    "one key of all experts": (EXPERTS, "_stacked_shards", "key=head + tail", "key=key", (test_experts.test_shards_are_stocks, {"singleton_local_shards": True})),
+    "shards of no parameter": (EXPERTS, "_stacked_shards", "root + name, parameter,", "root + name, parameter.detach(),", (test_experts.test_shards_are_stocks, {})),
+    "local experts left": (INSTALL, "_rebind_experts", 'f"LocalSpecProvider.{name}", with_grouped_experts(stock)', 'f"LocalSpecProvider.{name}", stock', (test_experts.test_a_models_experts, True)),
+    "one of Megatron's two quick_gelu": (MLP, "fused_activation", "quick_gelu_of_geglu: \"quick_geglu\"", "", (test_experts.test_as_stock, "quick_geglu, fused", [3, 0, 5, 2])),
     "activations left": (INSTALL, "_rebind_fusions", "seams.rebind(module, function.__name__, function)", "pass", UNDO),
     "logits of the config's name rounded": (INSTALL, "_with_linear_head", "fp32_logits=True", "fp32_logits=False", (test_megatron.test_linear_cross_entropy_rounds_no_logits,)),
     "gradient accumulation still off": (INSTALL, "_rebind_wgrad", '"_grad_accum_fusion_available", True', '"_grad_accum_fusion_available", False', (test_megatron.test_gradient_accumulation_fusion,)),
@@ -139,6 +160,7 @@ def judge(monkeypatch):
             patch.setattr(test_self_attention, "megatron", package)
             patch.setattr(test_fusions, "megatron", package)
             patch.setattr(test_specs, "megatron", package)
+            patch.setattr(test_experts, "megatron", package)
             test(*(patch if each is PATCH else each for each in given))
 
     return run

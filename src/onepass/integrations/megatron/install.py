@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from onepass.integrations.megatron import fusions as ours
+from onepass.integrations.megatron.experts import with_grouped_experts
 from onepass.integrations.megatron.head import apply
 from onepass.integrations.megatron.norms import FusedLayerNorm, MegatronNorm, WrappedTorchNorm
 from onepass.integrations.megatron.optimizer import multi_tensor_l2_norm, multi_tensor_scale, with_fused_adam
@@ -20,8 +21,8 @@ _CORE = "megatron.core."
 
 
 def install(
-    *, wgrad: bool = True, fusions: bool = True, norms: bool = True, dropout: bool = True, rope: bool = True, loss: bool = True,
-    optimizer: bool = True,
+    *, wgrad: bool = True, fusions: bool = True, experts: bool = True, norms: bool = True, dropout: bool = True,
+    rope: bool = True, loss: bool = True, optimizer: bool = True,
 ) -> Seams:  # fmt: skip
     """Rebind functions of megatron.core, in every module that has them. Call it before models are built.
 
@@ -29,6 +30,7 @@ def install(
         wgrad: fused_weight_gradient_mlp_cuda, so that gradient_accumulation_fusion runs without Apex, and the drain of deferred
             embedding gradients. An Apex that is installed is left alone.
         fusions: the bias + activation functions behind bias_activation_fusion.
+        experts: those of local specs with moe_grouped_gemm, by grouped products.
         norms: RMSNorm and LayerNorm in local specs, also with sequence_parallel, zero-centred or persistent.
         dropout: bias, dropout and residual.
         rope: rotary positions behind apply_rope_fusion.
@@ -44,8 +46,8 @@ def install(
     seams = Seams("megatron-core", TESTED["megatron-core"][-1], "megatron.core")
     with seams.all_or_nothing():
         for wanted, rebind in (
-            (wgrad, _rebind_wgrad), (fusions, _rebind_fusions), (norms, _rebind_norms), (dropout, _rebind_dropout),
-            (rope, _rebind_rope), (loss, _rebind_loss), (optimizer, _rebind_optimizer),
+            (wgrad, _rebind_wgrad), (fusions, _rebind_fusions), (experts, _rebind_experts), (norms, _rebind_norms),
+            (dropout, _rebind_dropout), (rope, _rebind_rope), (loss, _rebind_loss), (optimizer, _rebind_optimizer),
         ):  # fmt: skip
             if wanted:
                 rebind(seams)
@@ -68,6 +70,12 @@ def _rebind_fusions(seams: Seams) -> None:
     for module, functions in ours.ACTIVATIONS.items():
         for function in functions:
             seams.rebind(module, function.__name__, function)
+
+
+def _rebind_experts(seams: Seams) -> None:
+    backends, name = importlib.import_module(_CORE + "models.backends"), "grouped_mlp_modules"
+    stock = getattr(backends.LocalSpecProvider, name)
+    seams.rebind(backends.__name__, f"LocalSpecProvider.{name}", with_grouped_experts(stock))
 
 
 def _rebind_norms(seams: Seams) -> None:

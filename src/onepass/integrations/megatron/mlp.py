@@ -14,13 +14,16 @@ from onepass.ops.activation.activation_linear import activation_linear
 def fused_activation(config: Any) -> str | None:
     """Return activation_linear's name for the config's activation, or None where Megatron's own MLP has to compute it."""
     from megatron.core.activations import quick_gelu, squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu as quick_gelu_of_geglu  # the same formula
 
     if config.cpu_offloading or getattr(config, "gtp_weight_remat_size", 1) > 1:
         return None
     if config.gated_linear_unit:
-        gated = {F.silu: "swiglu", quick_gelu: "quick_geglu", F.relu: "reglu", F.gelu: "geglu_exact"}
+        gated = {F.silu: "swiglu", F.relu: "reglu", F.gelu: "geglu_exact"}
+        gated |= {quick_gelu: "quick_geglu", quick_gelu_of_geglu: "quick_geglu"}
         return "geglu" if _tanh_gelu(config) else gated.get(config.activation_func)
-    plain = {F.silu: "silu", quick_gelu: "quick_gelu", F.relu: "relu", squared_relu: "squared_relu", F.gelu: "gelu_exact"}
+    plain = {F.silu: "silu", F.relu: "relu", squared_relu: "squared_relu", F.gelu: "gelu_exact"}
+    plain |= {quick_gelu: "quick_gelu", quick_gelu_of_geglu: "quick_gelu"}
     return "gelu" if _tanh_gelu(config) else plain.get(config.activation_func)
 
 
@@ -40,7 +43,7 @@ def activation_row_parallel_linear() -> Any:
             self.activation: Any = fused_activation(self.config)  # there is one, or Megatron's own fc2 would stand here
             fused, gated = self.config.bias_activation_fusion, self.config.gated_linear_unit
             self.options: dict[str, Any] = {"save": "fp8" if fused and self.config.activation_func_fp8_input_store else "input"}
-            if gated and not fused:  # as stock: its fused functions take neither of a dense MLP
+            if gated and (not fused or self.activation == "quick_geglu"):  # stock's fused functions take neither of a dense MLP
                 self.options |= {
                     "clamp": self.config.activation_func_clamp_value,
                     "linear_offset": self.config.glu_linear_offset,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onepass.integrations.megatron.attention import core_attention, fused_qkv_self_attention
+from onepass.integrations.megatron.experts import with_grouped_experts
 from onepass.integrations.megatron.fusions import get_bias_dropout_add
 from onepass.integrations.megatron.mlp import activation_mlp, activation_row_parallel_linear, fused_activation
 from onepass.integrations.megatron.norms import MegatronHeadNorm, MegatronNorm, ResidualNorm
@@ -57,7 +58,8 @@ def norm_column_parallel_linear() -> Any:
 
 @cache
 def spec_provider(fuse_norms: bool = True) -> Any:
-    """Return a BackendSpecProvider: Megatron's LocalSpecProvider with our norms, and attention with the norms in products."""
+    """Return a BackendSpecProvider: Megatron's LocalSpecProvider with our norms, and attention with the norms in products, and
+    grouped experts."""
     from megatron.core.models.backends import LocalSpecProvider
 
     class OnepassSpecProvider(LocalSpecProvider):  # type: ignore[misc]
@@ -72,6 +74,9 @@ def spec_provider(fuse_norms: bool = True) -> Any:
 
         def core_attention(self) -> Any:
             return core_attention() if fuse_norms else super().core_attention()
+
+        if fuse_norms:
+            grouped_mlp_modules = with_grouped_experts(LocalSpecProvider.grouped_mlp_modules)
 
     return OnepassSpecProvider
 
