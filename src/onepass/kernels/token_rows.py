@@ -45,7 +45,8 @@ def _count_kernel(chosen_ptr, counts_ptr, M, ROWS, E, BLOCK_N: tl.constexpr, BLO
 
 @kernel
 def _place_kernel(
-    chosen_ptr, counts_ptr, places_ptr, items_ptr, ends_ptr, M, ROWS, E, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr
+    chosen_ptr, weights_ptr, counts_ptr, by_row_ptr, tokens_ptr, places_ptr, ends_ptr, M, ROWS, E,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     program, experts = tl.program_id(0), tl.arange(0, BLOCK_E)
     total, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
@@ -68,7 +69,8 @@ def _place_kernel(
         place = tl.sum(own * (start[None, :] + tl.cumsum(own, 0) - 1), 1)
         start += tl.sum(own, 0)
         tl.store(places_ptr + items, tl.where(expert < E, place, -1), mask=real)
-        tl.store(items_ptr + place, items, mask=real)
+        tl.store(tokens_ptr + place, items // K, mask=real)
+        tl.store(by_row_ptr + place, tl.load(weights_ptr + items, mask=real), mask=real)
 
 
 @kernel
@@ -110,41 +112,37 @@ def _spread_kernel(
 
 def _order(chosen: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sorted rows' weights and tokens, each token's places, and the ends."""
-    flat = chosen.reshape(-1).contiguous()
-    by_formula = not flat.numel() or experts > MOST_EXPERTS or triton_unsupported(flat) is not None
-    items, places, ends = (_sorted_by_formula if by_formula else sorted_items)(flat, experts)
-    tokens = items.div(chosen.shape[-1], rounding_mode="floor")
-    return weights.reshape(-1).index_select(0, items), tokens, places.view(chosen.shape), ends
-
-
-def sorted_items(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers of the items in their experts' order, the place of each item there, and the ends."""
-    N = flat.numel()
+    flat, weights = chosen.reshape(-1).contiguous(), weights.reshape(-1).contiguous()
+    N, k = flat.numel(), chosen.shape[-1]
+    if not N or experts > MOST_EXPERTS or triton_unsupported(flat) is not None:
+        return _order_formula(flat, weights, experts, chosen.shape)
     block_e = power_of_two(experts + 1)
     block_n = max(1, 4096 // block_e)
     own = ceil_div(ceil_div(N, _PROGRAMS), block_n) * block_n
     programs = ceil_div(N, own)
-    counts, places, items, ends = (
-        flat.new_empty(shape, dtype=torch.int32) for shape in ((programs, block_e), (N,), (N,), (experts,))
+    counts, tokens, places, ends = (
+        flat.new_empty(shape, dtype=torch.int32) for shape in ((programs, block_e), (N,), chosen.shape, (experts,))
     )
-    count, place = _order_plan(experts, block_n, block_e)
+    by_row = torch.empty_like(weights)
+    count, place = _order_plan(experts, k, block_n, block_e)
     count((programs, 1, 1), flat, counts, N, own)
-    place((programs, 1, 1), flat, counts, places, items, ends, N, own)
-    return items, places, ends
+    place((programs, 1, 1), flat, weights, counts, by_row, tokens, places, ends, N, own)
+    return by_row, tokens, places, ends
 
 
 @lru_cache(256)
-def _order_plan(experts: int, block_n: int, block_e: int) -> tuple[Bound, Bound]:
-    return _count_kernel.bind(experts, block_n, block_e), _place_kernel.bind(experts, block_n, block_e)
+def _order_plan(experts: int, k: int, block_n: int, block_e: int) -> tuple[Bound, Bound]:
+    return _count_kernel.bind(experts, block_n, block_e), _place_kernel.bind(experts, k, block_n, block_e)
 
 
-def _sorted_by_formula(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _order_formula(flat: Tensor, weights: Tensor, experts: int, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     known = torch.where((flat < 0) | (flat > experts), experts, flat)
     order = known.argsort(stable=True)
     places = torch.empty_like(order, dtype=torch.int32)
     places[order] = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
     counts = (known.unsqueeze(-1) == torch.arange(experts, device=flat.device)).sum(0)  # bincount would wait for the GPU
-    return order.int(), torch.where(known == experts, -1, places), counts.cumsum(0).int()
+    tokens = order.div(shape[-1], rounding_mode="floor").int()
+    return weights[order], tokens, torch.where(known == experts, -1, places).view(shape), counts.cumsum(0).int()
 
 
 def _sum(x: Tensor, places: Tensor, start: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ from onepass.kernels.decode import decode_four_bits, decode_int8
 from onepass.kernels.fp8 import new_notes
 from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.kernels.launch import Bound, Kernel
-from onepass.kernels.token_rows import sorted_items, spread_rows, sum_rows
+from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.formula import ActivationOptions
@@ -252,7 +252,7 @@ def _decodes(device: torch.device) -> None:
 def _experts_rows(x: Tensor) -> None:
     """Sort the rows of 37 tokens, some of which choose experts that there aren't, spread and sum them."""
     chosen = torch.arange(x.shape[0], device=x.device).mul_(7).remainder_(19).view(37, 3) - 1
-    sorted_items(chosen.view(-1), 17)
+    order_rows(chosen, x[:37, :3], 17)
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     spread_rows(x[:37], rows // 3, rows.view(37, 3))
     sum_rows(x, chosen.int(), None)

@@ -28,6 +28,7 @@ class _Order(torch.autograd.Function):
         by_row, tokens, rows, ends = order_rows(chosen, weights, experts)
         ctx.save_for_backward(rows)
         ctx.mark_non_differentiable(tokens, rows, ends)
+        ctx.set_materialize_grads(False)
         return by_row, tokens, rows, ends
 
     @staticmethod
@@ -35,7 +36,7 @@ class _Order(torch.autograd.Function):
     @names_written
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return torch.where(rows < 0, torch.nan, grad[rows.clamp(min=0)]), None, None, None
+        return sum_rows(grad.unsqueeze(1), rows.view(-1, 1), None).view(rows.shape), None, None, None  # NaN without a row
 
 
 def sort_rows(weights: Tensor, chosen: Tensor, experts: int, written: WrittenNames | None = None) -> Routes:
