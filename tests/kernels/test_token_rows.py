@@ -100,7 +100,7 @@ MUTANTS = {
     "an expert that there isn't has a place": ("_place_kernel", "tl.where(expert < E, place, -1)", "place"),
     "negative experts are counted with the first": ("_place_kernel", "(expert < 0) | (expert > E)", "expert > E"),
     "row, not token": ("_place_kernel", "items // K", "items"),
-    "weights as they came": ("_place_kernel", "tl.load(weights_ptr + items, mask=real)", "tl.load(weights_ptr + place, mask=real)"),
+    "weights as they came": ("_place_kernel", "weights_ptr + items", "weights_ptr + place"),
     "sums without the last": ("_sum_kernel", "tl.static_range(K)", "tl.static_range(K - 1 if K > 1 else K)"),
     "a missing row is 0": ("_sum_kernel", 'other=float("nan")', "other=0.0"),
     "spread to the first place alone": ("_spread_kernel", "tokens * K + j", "tokens * K"),
