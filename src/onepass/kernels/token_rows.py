@@ -117,7 +117,7 @@ def _order(chosen: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tenso
     if not N or experts > MOST_EXPERTS or triton_unsupported(flat) is not None:
         return _order_formula(flat, weights, experts, chosen.shape)
     block_e = power_of_two(experts + 1)
-    block_n = max(1, 4096 // block_e)
+    block_n = max(1, 8192 // block_e)
     own = ceil_div(ceil_div(N, _PROGRAMS), block_n) * block_n
     programs = ceil_div(N, own)
     counts, tokens, places, ends = (
