@@ -11,6 +11,7 @@ from torch import Tensor
 from onepass.kernels import decode, fp8, fp8_cast, fp8_transpose
 from onepass.kernels.adapter_pack import AdapterShapes, pack_adapters, unpack_adapters
 from onepass.kernels.low_rank import NO_DROPOUT, RowDropout, lora_expand, lora_gradient, lora_shrink
+from onepass.kernels.mapped_rows import order_by_map, spread_by_map, sum_by_map
 from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.runtime.samples import SEED, THRESHOLD, CoveringCall, meta
@@ -57,6 +58,9 @@ def _experts_rows_call(tokens: int, experts: int, k: int, width: int, dtype: tor
                 _, owners, places, _ = order_rows(chosen, weights, experts)
             sum_rows(x, places, None)
             spread_rows(x[:tokens], owners, places)
+            order = order_by_map(torch.empty(tokens, experts, dtype=torch.bool, device="meta"), tokens * k)
+            sum_by_map(x, order)
+            spread_by_map(x[:tokens], order)
         return x
 
     return CoveringCall(f"rows of {tokens} tokens, {k} of {experts} experts, {width} wide", dtype, run)

@@ -154,13 +154,13 @@ def _sum(x: Tensor, places: Tensor, start: Tensor | None) -> Tensor:
     y, start_row = x.new_empty(T, H), None
     if start is not None:
         start, start_row = as_rows(start)
-    block_t, block_h = _blocks(H, x.dtype.itemsize)
+    block_t, block_h = row_blocks(H, x.dtype.itemsize)
     launch = _bind_sum(H, x_row, start_row, k, block_t, block_h)
     launch(grid_of(ceil_div(H, block_h), ceil_div(T, block_t)), x, places, start, y, T)
     return y
 
 
-def _blocks(H: int, size: int) -> tuple[int, int]:
+def row_blocks(H: int, size: int) -> tuple[int, int]:
     """Return blocks of tokens and columns of 2 KiB, of whole rows where they are short."""
     block_h = min(power_of_two(H), 2048 // size)
     return max(1, 2048 // size // block_h), block_h
@@ -178,7 +178,7 @@ def _spread(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     if not T * H or x.dtype.itemsize > 4 or triton_unsupported(x) is not None:
         return x.index_select(0, tokens)
     x, x_row = as_rows(x)
-    y, (block_t, block_h) = x.new_empty(T * k, H), _blocks(H, x.dtype.itemsize)
+    y, (block_t, block_h) = x.new_empty(T * k, H), row_blocks(H, x.dtype.itemsize)
     launch = _bind_spread(H, x_row, k, block_t, block_h)
     launch(grid_of(ceil_div(H, block_h), ceil_div(T, block_t)), x, places, y, T)
     return y

@@ -38,6 +38,7 @@ from onepass.kernels.decode import decode_four_bits, decode_int8
 from onepass.kernels.fp8 import new_notes
 from onepass.kernels.fp8_transpose import transpose_codes
 from onepass.kernels.launch import Bound, Kernel
+from onepass.kernels.mapped_rows import order_by_map, spread_by_map, sum_by_map
 from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
@@ -256,6 +257,11 @@ def _experts_rows(x: Tensor) -> None:
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     spread_rows(x[:37], rows // 3, rows.view(37, 3))
     sum_rows(x, chosen.int(), None)
+    taken = (torch.arange(37 * 17, device=x.device) % 5 == 0).view(37, 17)
+    count = taken.numel() // 5 + 1
+    order = order_by_map(taken, count)
+    sum_by_map(x.new_zeros(count, 203), order)
+    spread_by_map(x[:37], order)
 
 
 def _fp8_casts(*xs: Tensor) -> None:

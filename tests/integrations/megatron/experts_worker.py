@@ -1,4 +1,4 @@
-"""One of two ranks that share experts, or parts of each expert: stock's loop over experts, then onepass. Prints what differs."""
+"""One of two ranks that share experts, or parts of each: stock's loop, then onepass and moe_permute_fusion. Prints both."""
 
 import os
 import sys
@@ -18,6 +18,15 @@ stream = types.SimpleNamespace(wait_stream=lambda other: None, record_event=lamb
 torch.cuda.current_stream, torch.cuda.stream = lambda: stream, lambda _: nullcontext()
 
 
+class OnCPU:
+    """torch, without the GPU on which a dispatcher with moe_permute_fusion has its indices."""
+
+    device = staticmethod(lambda name: torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
 def main(rank: int, store: str, kind: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -31,6 +40,7 @@ def main(rank: int, store: str, kind: str) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
         t.numpy() if as_numpy and isinstance(t, torch.Tensor) else t
     )
+    token_dispatcher.torch = OnCPU()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     of_tensors = kind.startswith("tensor")
     parallel_state.initialize_model_parallel(
@@ -45,10 +55,12 @@ def main(rank: int, store: str, kind: str) -> None:
         options |= {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "sequence_parallel": True}
     else:
         options |= {"expert_model_parallel_size": 2, "add_bias_linear": True, "moe_shared_expert_intermediate_size": None}
+    if kind.startswith("padded"):
+        options |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     found, installed = [], megatron.install(experts=False)  # stock's norms refuse sequence parallelism
     with onepass.use_backend("torch"):
         for grouped in (False, True):
-            config = config_of(**options | {"moe_grouped_gemm": grouped})
+            config = config_of(**options | {"moe_grouped_gemm": grouped, "moe_permute_fusion": grouped})
             model = model_of(config, megatron.gpt_layer_spec(config))
             experts = model.decoder.layers[0].mlp.experts
             assert type(experts).__name__ == ("GroupedSequentialMLP" if grouped else "SequentialMLP")

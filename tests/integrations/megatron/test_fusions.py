@@ -209,6 +209,9 @@ ELSEWHERE = {  # what is no function of tensors, and the test that runs it
     "_grad_accum_fusion_available": "test_megatron.test_gradient_accumulation_fusion",
     "LocalSpecProvider": "test_megatron.test_installed_and_by_spec_as_stock",
     "grouped_mlp_modules": "test_experts.test_a_models_experts",
+    **dict.fromkeys(("fused_permute", "fused_permute_with_probs", "fused_unpermute"), "test_permute.test_as_stock"),
+    "HAVE_TE": "test_permute.test_as_stock",
+    **{f"fused_sort_chunks_by_index{each}": "test_permute.test_chunks_as_stock" for each in ("", "_with_probs")},
     "__init__": "test_megatron.test_linear_cross_entropy_rounds_no_logits",
     "get_megatron_optimizer": "test_megatron.test_adam_and_clipping_as_stock",
 }

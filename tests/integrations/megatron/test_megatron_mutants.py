@@ -9,15 +9,15 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("triton")
 from integrations.bindings import bindings_kept
-from integrations.megatron import test_experts, test_fusions, test_megatron, test_self_attention, test_specs
+from integrations.megatron import test_experts, test_fusions, test_megatron, test_permute, test_self_attention, test_specs
 
 from onepass.integrations import megatron, seams
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
-ATTENTION, EXPERTS, FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, SPECS, WGRAD = (
+ATTENTION, EXPERTS, FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, PERMUTE, SPECS, WGRAD = (
     importlib.import_module(f"{megatron.__name__}.{name}")
-    for name in ("attention", "experts", "fusions", "head", "install", "mlp", "norms", "optimizer", "specs", "wgrad")
+    for name in ("attention", "experts", "fusions", "head", "install", "mlp", "norms", "optimizer", "permute", "specs", "wgrad")
 )
 GPT = (test_megatron.test_installed_and_by_spec_as_stock, "RMSNorm, swiglu", True)
 UNDO = (test_megatron.test_undo_restores_and_twice_is_refused,)
@@ -28,6 +28,8 @@ QKV, SPLIT = test_self_attention.test_fused_as_stock, test_self_attention.test_s
 PLAIN, NORMED = test_self_attention.PLAIN, test_self_attention.NORMED
 CALLS = test_self_attention.test_calls_that_are_split
 PACKED = test_self_attention.test_packed_documents
+PERMUTED = (test_permute.test_as_stock, test_permute.permuted, "top 2", True)
+CHUNKS = (test_permute.test_chunks_as_stock, [4, 0, 7, 1, 3, 8], True, torch.float64)
 BY_EXPERTS = (test_experts.test_as_stock, "swiglu", [3, 0, 5, 2])
 PATCH = object()  # in the place of monkeypatch
 
@@ -134,6 +136,15 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "shards of no parameter": (EXPERTS, "_stacked_shards", "root + name, parameter,", "root + name, parameter.detach(),", (test_experts.test_shards_are_stocks, {})),
     "local experts left": (INSTALL, "_rebind_experts", 'f"LocalSpecProvider.{name}", with_grouped_experts(stock)', 'f"LocalSpecProvider.{name}", stock', (test_experts.test_a_models_experts, True)),
     "one of Megatron's two quick_gelu": (MLP, "fused_activation", "quick_gelu_of_geglu: \"quick_geglu\"", "", (test_experts.test_as_stock, "quick_geglu, fused", [3, 0, 5, 2])),
+    "weights of rows that aren't sorted": (PERMUTE, "_weights_of_rows", "row_map[: rows.shape[0]]", "row_map[: rows.shape[0]].sort().values", PERMUTED),
+    "rows multiplied by the next one's weight": (PERMUTE, "_weights_of_rows", "row_map[: rows.shape[0]]", "row_map[: rows.shape[0]].roll(1)", (test_permute.test_as_stock, test_permute.unpermuted, "top 2", True)),
+    "sums of the product's type": (PERMUTE, "fused_unpermute", ".to(permuted_tokens.dtype)", "", (test_permute.test_sixteen_bits_are_rounded_once, test_permute.unpermuted, True)),
+    "any number of rows": (PERMUTE, "fused_permute", "int(num_out_tokens) < 0", "False", (test_permute.test_the_number_of_rows_is_asked_for, -1)),
+    "chunks that come from where they go": (PERMUTE, "_chunk_routes", "_rows_of(sizes, order, moved, x.shape[0])", "_rows_of(moved, order.argsort(), sizes, x.shape[0])", CHUNKS),
+    "chunks that go where they come from": (PERMUTE, "_chunk_routes", "_rows_of(moved, order.argsort(), sizes, x.shape[0])", "_rows_of(sizes, order, moved, x.shape[0])", CHUNKS),
+    "chunks that begin at their end": (PERMUTE, "_rows_of", "(sizes.cumsum(0) - sizes)[order]", "sizes.cumsum(0)[order]", CHUNKS),
+    "Transformer Engine still asked for": (INSTALL, "_rebind_permute", '"HAVE_TE", True', '"HAVE_TE", False', PERMUTED),
+    "Transformer Engine's permutations replaced": (INSTALL, "_rebind_permute", "theirs.fused_permute is not None", "False", (test_permute.test_transformer_engines_are_left, PATCH)),
     "activations left": (INSTALL, "_rebind_fusions", "seams.rebind(module, function.__name__, function)", "pass", UNDO),
     "logits of the config's name rounded": (INSTALL, "_with_linear_head", "fp32_logits=True", "fp32_logits=False", (test_megatron.test_linear_cross_entropy_rounds_no_logits,)),
     "gradient accumulation still off": (INSTALL, "_rebind_wgrad", '"_grad_accum_fusion_available", True', '"_grad_accum_fusion_available", False', (test_megatron.test_gradient_accumulation_fusion,)),
@@ -161,6 +172,7 @@ def judge(monkeypatch):
             patch.setattr(test_fusions, "megatron", package)
             patch.setattr(test_specs, "megatron", package)
             patch.setattr(test_experts, "megatron", package)
+            patch.setattr(test_permute, "megatron", package)
             test(*(patch if each is PATCH else each for each in given))
 
     return run

@@ -8,11 +8,16 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+EXPERTS = ("experts allgather", "experts alltoall", "padded alltoall", "tensors allgather", "tensors alltoall")
+
 
 @pytest.mark.parametrize(
     ("worker", "kind"),
-    [*(("parallel", kind) for kind in ("rms", "layer", "heads", "few", "foretold")), ("pipeline", "rms"),
-     *(("experts", kind) for kind in ("experts allgather", "experts alltoall", "tensors allgather", "tensors alltoall"))],
+    [
+        *(("parallel", kind) for kind in ("rms", "layer", "heads", "few", "foretold")),
+        ("pipeline", "rms"),
+        *(("experts", kind) for kind in EXPERTS),
+    ],
 )
 def test_two_ranks(worker, kind, tmp_path):
     script = Path(__file__).with_name(f"{worker}_worker.py")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onepass.integrations.megatron import fusions
+from onepass.integrations.megatron import fusions, permute
 from onepass.integrations.megatron.norms import FusedLayerNorm
 from onepass.integrations.megatron.wgrad import drain_embedding_wgrad_compute
 
@@ -89,3 +89,52 @@ def test_the_drain_empties_its_buffers(microbatches):
     drain_embedding_wgrad_compute(SimpleNamespace(sequence_parallel=True), x, dy, weight, None)
     torch.testing.assert_close(weight.main_grad, expected)
     assert not x and not dy
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["formula", "kernels"])
+def test_permuted_there_and_back(dtype):
+    """Each token's row, times the sum of its experts' weights, whichever function multiplies by them."""
+    if dtype is torch.float32:
+        pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    taken = torch.rand(23, 6, generator=generator) > 0.6
+    x, probs, dy = (torch.randn(23, n, generator=generator, dtype=torch.float64) for n in (40, 6, 40))
+    shape, count = x.shape, int(taken.sum())
+    exact = (probs * taken).sum(1, keepdim=True)
+    expected = [x * exact, dy * exact, (dy * x).sum(1, keepdim=True) * taken]
+    given = [each.to(dtype).requires_grad_() for each in (x, probs)]
+    rows, weights, row_map = permute.fused_permute_with_probs(*given, taken, count)
+    before = permute.fused_unpermute(rows * weights.unsqueeze(-1), row_map, restore_shape=shape)
+    rows, row_map = permute.fused_permute(given[0], taken, count)
+    after = permute.fused_unpermute(rows, row_map, given[1], shape)
+    for y in (before, after):
+        found = [y, *torch.autograd.grad(y, given, dy.to(dtype))]
+        torch.testing.assert_close([each.double() for each in found], expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["formula", "kernels"])
+def test_chunks_change_places(dtype):
+    sizes, order = torch.tensor([4, 0, 7, 1, 3]), torch.tensor([2, 4, 1, 0, 3])
+    x, probs = torch.randn(15, 40).to(dtype).requires_grad_(), torch.rand(15)
+    y, weights = permute.fused_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+    rows = torch.cat([torch.arange(15).split(sizes.tolist())[chunk] for chunk in order.tolist()])
+    assert torch.equal(y, x[rows]) and torch.equal(weights, probs[rows])
+    (dx,) = torch.autograd.grad(y, x, y.detach())
+    assert torch.equal(dx, x)
+
+
+def test_permutations_compile():
+    taken = torch.rand(9, 4, generator=torch.Generator().manual_seed(0)) > 0.5
+    count, order = int(taken.sum()), torch.tensor([1, 0])
+    sizes = torch.tensor([2, count - 2])
+
+    def there_and_back(x, probs):
+        rows, weights, row_map = permute.fused_permute_with_probs(x, probs, taken, count)
+        moved = permute.fused_sort_chunks_by_index(rows, sizes, order)
+        return permute.fused_unpermute(rows * weights[:, None], row_map, restore_shape=x.shape), moved
+
+    given, found = [torch.randn(9, n).requires_grad_() for n in (8, 4)], []
+    for function in (there_and_back, torch.compile(there_and_back, backend="aot_eager", fullgraph=True)):
+        y, moved = function(*given)
+        found.append([y, moved, *torch.autograd.grad(y.square().sum() + moved.sum(), given)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -12,6 +12,7 @@ from onepass.integrations.megatron.experts import with_grouped_experts
 from onepass.integrations.megatron.head import apply
 from onepass.integrations.megatron.norms import FusedLayerNorm, MegatronNorm, WrappedTorchNorm
 from onepass.integrations.megatron.optimizer import multi_tensor_l2_norm, multi_tensor_scale, with_fused_adam
+from onepass.integrations.megatron.permute import PERMUTATIONS
 from onepass.integrations.megatron.specs import spec_provider
 from onepass.integrations.megatron.wgrad import MODULE, drain_embedding_wgrad_compute, wgrad_module
 from onepass.integrations.seams import Seams
@@ -21,8 +22,8 @@ _CORE = "megatron.core."
 
 
 def install(
-    *, wgrad: bool = True, fusions: bool = True, experts: bool = True, norms: bool = True, dropout: bool = True,
-    rope: bool = True, loss: bool = True, optimizer: bool = True,
+    *, wgrad: bool = True, fusions: bool = True, experts: bool = True, permute: bool = True, norms: bool = True,
+    dropout: bool = True, rope: bool = True, loss: bool = True, optimizer: bool = True,
 ) -> Seams:  # fmt: skip
     """Rebind functions of megatron.core, in every module that has them. Call it before models are built.
 
@@ -31,6 +32,7 @@ def install(
             embedding gradients. An Apex that is installed is left alone.
         fusions: the bias + activation functions behind bias_activation_fusion.
         experts: those of local specs with moe_grouped_gemm, by grouped products.
+        permute: the functions behind moe_permute_fusion. Those of Transformer Engine are left alone.
         norms: RMSNorm and LayerNorm in local specs, also with sequence_parallel, zero-centred or persistent.
         dropout: bias, dropout and residual.
         rope: rotary positions behind apply_rope_fusion.
@@ -46,8 +48,9 @@ def install(
     seams = Seams("megatron-core", TESTED["megatron-core"][-1], "megatron.core")
     with seams.all_or_nothing():
         for wanted, rebind in (
-            (wgrad, _rebind_wgrad), (fusions, _rebind_fusions), (experts, _rebind_experts), (norms, _rebind_norms),
-            (dropout, _rebind_dropout), (rope, _rebind_rope), (loss, _rebind_loss), (optimizer, _rebind_optimizer),
+            (wgrad, _rebind_wgrad), (fusions, _rebind_fusions), (experts, _rebind_experts), (permute, _rebind_permute),
+            (norms, _rebind_norms), (dropout, _rebind_dropout), (rope, _rebind_rope), (loss, _rebind_loss),
+            (optimizer, _rebind_optimizer),
         ):  # fmt: skip
             if wanted:
                 rebind(seams)
@@ -76,6 +79,16 @@ def _rebind_experts(seams: Seams) -> None:
     backends, name = importlib.import_module(_CORE + "models.backends"), "grouped_mlp_modules"
     stock = getattr(backends.LocalSpecProvider, name)
     seams.rebind(backends.__name__, f"LocalSpecProvider.{name}", with_grouped_experts(stock))
+
+
+def _rebind_permute(seams: Seams) -> None:
+    theirs = importlib.import_module(_CORE + "transformer.moe.moe_utils")
+    if theirs.fused_permute is not None:
+        seams.leave("moe_permute_fusion", "Transformer Engine's is there")
+        return
+    seams.rebind(theirs.__name__, "HAVE_TE", True)  # asked for before a function is called; others are still None
+    for function in PERMUTATIONS:
+        seams.rebind(theirs.__name__, function.__name__, function)
 
 
 def _rebind_norms(seams: Seams) -> None:

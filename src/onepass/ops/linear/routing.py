@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.written_names import WrittenNames, names_written
+from onepass.kernels.mapped_rows import spread_by_map, sum_by_map
 from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
 from onepass.runtime.dispatch import not_twice_differentiable
 
@@ -91,4 +92,43 @@ def gather_tokens(
 ) -> Tensor:  # fmt: skip
     """Sum each token's rows [T x k, H], and those of `start`, to [T, H]. `written`: what the pass through a call will write."""
     y: Tensor = _GatherTokens.apply(x, routes.tokens, routes.rows, start, written)
+    return y
+
+
+# ---- the same of tokens with numbers of rows of their own (kernels/mapped_rows.py) ----
+
+
+class _ScatterTokensByMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return spread_by_map(x, order)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_by_map(dy, *ctx.saved_tensors), None
+
+
+class _GatherTokensByMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return sum_by_map(x, order)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return spread_by_map(dy, *ctx.saved_tensors), None
+
+
+def scatter_tokens_by_map(x: Tensor, order: Tensor) -> Tensor:
+    """Copy each token's row [T, H] to its places, [S, H]."""
+    y: Tensor = _ScatterTokensByMap.apply(x, order)
+    return y
+
+
+def gather_tokens_by_map(x: Tensor, order: Tensor) -> Tensor:
+    """Sum the rows [S, H] at each token's places to [T, H]."""
+    y: Tensor = _GatherTokensByMap.apply(x, order)
     return y
