@@ -580,7 +580,8 @@ def both_headline(title, path, case):
     peers = [row for row in peers_of(rows) if row["contender"] != own(rows)["reference"]]
     peer = min(peers, key=lambda row: row["forward_ms"] + row["backward_ms"])
     ours, peer = ((row["contender"], row["forward_ms"] + row["backward_ms"], row["peak_mib"] / 1024) for row in (own(rows), peer))
-    return headline_line(f"{title} ({short(results['hardware']['name'])})", "ms", 1, ours, peer, ".1f")
+    gpu = short(results["hardware"]["name"])
+    return headline_line(title if gpu == "H200" else f"{title} ({gpu})", "ms", 1, ours, peer, ".1f")
 
 
 def measured_elsewhere(others):
@@ -610,6 +611,9 @@ def headline(folder, others=()):
             "`linear_cross_entropy`, 8192 x 4096 x 128256", scripts / "linear_cross_entropy.json", "8192 x 4096 x 128256"
         ),
         backward_headline("`rms_norm`, backward, 16384 x 8192", folder / "norm.json", "rms 16384x8192"),
+        both_headline(
+            "Experts of a mixture, 16384 x 2048, 8 of 128 x 768 a token", folder / "experts.json", "swiglu 16384x2048x128x768x8"
+        ),
         *measured_elsewhere(others),
     ]
     return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -117,3 +119,21 @@ def test_a_gradient_within_the_block(early_stop):
     with set_checkpoint_early_stop(early_stop):
         grads = [torch.autograd.grad(f(x).sum(), (x, weight)) for f in (block, partial(checkpoint, block, use_reentrant=False))]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_nothing_of_a_recomputation_stays():
+    """Its function keeps h, which it returns, too."""
+    _, ((weight, bias), _), x = _case("norm_linear")
+    made = []
+
+    def block(x):
+        y, h = onepass.norm_linear(x, torch.ones_like(x[0]), weight, bias, residual=x)
+        made.append(weakref.ref(h))
+        return onepass.activation_linear(y + h, weight, bias, activation="gelu")
+
+    gc.disable()
+    try:
+        checkpoint(block, x.requires_grad_(), use_reentrant=False).sum().backward()
+        assert [ref() is None for ref in made] == [True, True]
+    finally:
+        gc.enable()

@@ -110,7 +110,8 @@ class _EarlySaves:
         self.tensors: Kept = ()
 
     def __call__(self, kept: Kept) -> None:
-        self.tensors = (*kept, *self.weights)
+        # one that is returned, too, will know this call as its function: a circle, which only the garbage collector ends
+        self.tensors = (*[None if tensor is None else tensor.detach() for tensor in kept], *self.weights)
         for tensor in self.tensors:
             if tensor is not None:
                 self.hook(tensor)

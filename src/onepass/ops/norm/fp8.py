@@ -328,12 +328,11 @@ def _statistics_formula(h: Tensor, options: NormOptions) -> Tensor:
 
 
 def _output(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    scale: Tensor | None, amax: Tensor | None, saturated: Tensor | None, underflowed: Tensor | None,
-    options: NormOptions, dtype: torch.dtype, use_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    *notes, options, dtype, use_triton = rest
     run = norm_codes if use_triton and x.numel() else norm_codes_formula
-    codes, inverse, h, _ = run(x, residual, weight, bias, options, FP8Target(dtype, scale, amax, saturated, underflowed), False)
+    codes, inverse, h, _ = run(x, residual, weight, bias, options, FP8Target(dtype, scale, *notes), False)
     if scale is not None:
         inverse = 1 / scale
     assert inverse is not None

@@ -60,12 +60,12 @@ NORMS = tuple(DEFAULT_EPS)
 
 def norm_linear_reference(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, norm_bias: Tensor | None = None,
-    *, norm: str = "rms_norm", eps: float | None = None, zero_centered_gamma: bool = False, return_norm_output: bool = False,
-    residual: Tensor | None = None, return_input: bool = False, lora: Adapters = None, stored: torch.dtype | None = None,
+    *, return_norm_output: bool = False, residual: Tensor | None = None, return_input: bool = False, lora: Adapters = None,
+    stored: torch.dtype | None = None, **of_norm: Any,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The formula, for every type: y, or (y, norm(h)), (y, h) or (y, norm(h), h). `stored` is the type that h is rounded to, x's
     own unless said otherwise."""
-    options = _options(norm, eps, zero_centered_gamma)
+    options = _options(**({"norm": "rms_norm", "eps": None, "zero_centered_gamma": False} | of_norm))
     wide, h = _normed(x, residual, norm_weight, norm_bias, *options, stored or x.dtype)
     normed = wide.to(x.dtype)
     y = add_adapters(F.linear(normed, weight, bias), normed, adapters_of(lora))

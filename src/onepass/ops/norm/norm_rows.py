@@ -115,8 +115,9 @@ def norm_rows(
 
 def _forward(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor],
-    residual: Tensor | None, options: NormOptions, use_triton: bool, product: torch.dtype, keep: bool, recipe: FP8Recipe,
+    residual: Tensor | None, options: NormOptions, *rest: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    use_triton, product, keep, recipe = rest
     prologue = NormRows(options, use_triton, (False, False), x.dtype, None, product)
     inputs = x, norm_weight, norm_bias, residual
     outputs, (h, _, _, stats) = forward_in_graph(prologue, inputs, weights, biases, recipe, keep)
