@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 import onepass
+from onepass.product import grouped
 
 ROWS, HIDDEN, RANK = 16, 32, 4
 
@@ -119,6 +120,42 @@ def test_a_gradient_within_the_block(early_stop):
     with set_checkpoint_early_stop(early_stop):
         grads = [torch.autograd.grad(f(x).sum(), (x, weight)) for f in (block, partial(checkpoint, block, use_reentrant=False))]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("how", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("name", ["plain", "lora", "eight bits", "shared"])
+def test_the_experts_last_product_is_not_computed_again(name, how, monkeypatch):
+    torch.manual_seed(0)
+    E, k = 4, 2
+    made, counted = [], ("grouped_product", "_scaled_product")
+    for function in counted:
+        by = getattr(grouped, function)
+        monkeypatch.setattr(grouped, function, lambda *args, by=by: (made.append(1), by(*args))[1])
+    x, up, down = torch.randn(ROWS, HIDDEN), torch.randn(E, 2 * HIDDEN, HIDDEN) / 8, torch.randn(E, HIDDEN, HIDDEN) / 8
+    adapters = [torch.randn(E, *shape) / 8 for shape in ((RANK, HIDDEN), (HIDDEN, RANK))] if name == "lora" else []
+    weights, chosen = torch.rand(ROWS, E).topk(k)
+    precision = "fp8" if name == "eight bits" else None
+
+    def gradients(how):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down, weights, *adapters)]
+
+        def block(x, up, down, weights, *adapters):
+            lora = (None, onepass.LoRA(*adapters)) if adapters else None
+            return onepass.experts(
+                x, up, down, chosen, weights, shared=x * 2 if name == "shared" else None, lora=lora, precision=precision,
+                recompute=how == "recompute",
+            )  # fmt: skip
+
+        y = checkpoint(block, *leaves, use_reentrant=False) if how == "checkpoint" else block(*leaves)
+        made.clear()
+        return torch.autograd.grad(y.square().sum(), leaves), len(made)
+
+    wanted, of_backward = gradients(None)
+    with set_checkpoint_early_stop(False):
+        whole, of_whole = gradients(how)
+    got, of_got = gradients(how)
+    assert (of_whole, of_got) == (of_backward + 2, of_backward + 1)
+    assert all(torch.equal(a, c) and torch.equal(b, c) for a, b, c in zip(wanted, whole, got, strict=True))
 
 
 def test_nothing_of_a_recomputation_stays():

@@ -32,8 +32,8 @@ from onepass.gradients.main_grad import (
 from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, vector_grads
 from onepass.product.lora import WITH_ADAPTERS, LoRA, are_masked
 from onepass.product.product import PlainProduct, Product
-from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients
-from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, recomputation, under_functorch, writable
+from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients, early_saves, save, saved
+from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
 
 SKIP = GradRequest.SKIP
 Grads = Sequence[Tensor | None]
@@ -55,9 +55,8 @@ class _Linear(torch.autograd.Function):
         if product.num_weights > 1:  # they are one that has all their rows
             tensors, needs = _joined(tensors, product.num_weights, tuple), _joined(needs, product.num_weights, any)
         *inputs, weight, bias = tensors
-        saved = weight if product.num_weights > 1 else (weight if any(needs[:-2]) else None,)
-        hook = recomputation()
-        ctx.early = early = None if hook is None else _EarlySaves(hook, saved)
+        weights = weight if product.num_weights > 1 else (weight if any(needs[:-2]) else None,)
+        early = early_saves(weights)
         y, rows, kept, ctx.product = product.forward(prologue, inputs, weight, bias, needs, None, early)
         if product.num_weights > 1:
             ctx.row_counts, weight, bias = [part.shape[0] for part in weight], weight[0], bias[0]
@@ -66,8 +65,7 @@ class _Linear(torch.autograd.Function):
         ctx.parameters, ctx.main_grads = (weight, bias), (weight_place, bias_place)
         vectors = len(prologue.vectors)
         ctx.vectors = saved_vectors(ctx, _FIRST + 1, *inputs[1 : 1 + vectors]) if vectors else None
-        if early is None or not early.tensors:
-            ctx.save_for_backward(*kept, *saved)
+        save(ctx, early, *kept, *weights)
         returns_rows, returns_x = prologue.returns
         if not (returns_rows or returns_x):
             return writable(y)
@@ -80,16 +78,15 @@ class _Linear(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor | None, *more: Any) -> tuple[Tensor | None, ...]:
         asked, row_counts = grad_requests(ctx, ctx.count, first=_FIRST), ctx.row_counts
-        product, adapters, early = ctx.product, ctx.num_adapters, ctx.early
-        saved = ctx.saved_tensors if early is None or not early.tensors else early.tensors
+        product, adapters, tensors = ctx.product, ctx.num_adapters, saved(ctx)
         if adapters:
             asked, asked_of_adapters = asked[:-adapters], asked[-adapters:]
         requests: Sequence[GradRequest] = asked
         if row_counts is None:
-            *kept, weight = saved
+            *kept, weight = tensors
         else:
             count = len(row_counts)
-            kept, weight, requests = saved[:-count], saved[-count:], _joined(asked, count, _request_of_any)
+            kept, weight, requests = tensors[:-count], tensors[-count:], _joined(asked, count, _request_of_any)
         if adapters:
             product, kept = product.of_pass(kept, asked_of_adapters)
         returns_rows, returns_x = ctx.prologue.returns
@@ -100,21 +97,6 @@ class _Linear(torch.autograd.Function):
         else:
             grads, of_adapters = _over_ranks(ctx, product, weight, kept, requests, dy, *came)
         return None, None, *(grads if row_counts is None else _of_parts(grads, row_counts, asked)), *of_adapters
-
-
-class _EarlySaves:
-    """What a recomputation saves of a call, before its product: where nothing comes after, it ends without that."""
-
-    def __init__(self, hook: Callable[[Tensor], Any], weights: Kept) -> None:
-        self.hook, self.weights = hook, weights
-        self.tensors: Kept = ()
-
-    def __call__(self, kept: Kept) -> None:
-        # one that is returned, too, will know this call as its function: a circle, which only the garbage collector ends
-        self.tensors = (*[None if tensor is None else tensor.detach() for tensor in kept], *self.weights)
-        for tensor in self.tensors:
-            if tensor is not None:
-                self.hook(tensor)
 
 
 def _alone(

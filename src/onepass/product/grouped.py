@@ -9,7 +9,7 @@ Eight bits  x, dy and the weight are e4m3, at a scale a row: rows of the weight 
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ from onepass.kernels.grouped_product import (
 from onepass.kernels.low_rank import NO_DROPOUT, lora_expand, lora_gradient, lora_shrink
 from onepass.product.fp8.rows import FP8Rows
 from onepass.product.lora import LoRA
-from onepass.product.prologue import Inputs, Kept, Needs
+from onepass.product.prologue import Inputs, Keep, Kept, Needs, early_saves, save, saved
 from onepass.product.rows import Rows
 from onepass.runtime.dispatch import TORCH, cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8
@@ -169,15 +169,17 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.vectors = weight, a, b
         ctx.main_grads = main_grads_of(needs[-4:-1], weight, a, b)
         of_rows = (*needs[:-4], needs[-4] or needs[-3])  # the gradient of LoRA's a takes the rows as the weight's does
-        y, kept, low = _forward(prologue, product, inputs, weight, a, b, ends, of_rows)
-        ctx.save_for_backward(weight if any(needs[:-4]) else None, ends, *low, *kept)
+        others = weight if any(needs[:-4]) else None, ends
+        early = early_saves(others)
+        y, kept = _forward(prologue, product, inputs, weight, a, b, ends, of_rows, early)
+        save(ctx, early, *kept, *others)
         return y
 
     @staticmethod
     @not_twice_differentiable
     @names_written
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, ends, t, a, b, *kept = ctx.saved_tensors
+        *kept, t, a, b, weight, ends = saved(ctx)
         product, skip = ctx.product, GradRequest.SKIP
         dy = dy.contiguous()  # PyTorch's product takes no expanded tensor
         *of_inputs, of_weight, of_a, of_b = grad_requests(ctx, ctx.count, first=_FIRST)
@@ -222,26 +224,29 @@ def _low_rank(rows: Tensor, w: Tensor, ends: Tensor, product: GroupedProduct) ->
 
 def _forward(
     prologue: Any, product: GroupedProduct, inputs: Inputs, weight: Tensor, a: Tensor | None, b: Tensor | None, ends: Any,
-    needs: Needs,
-) -> tuple[Tensor, Kept, Kept]:  # fmt: skip
-    """Return y, and what backward needs of the prologue and of LoRA."""
+    needs: Needs, keep: Keep | None,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """Return y, and what backward needs of the prologue and of LoRA: t, a and b. `keep` takes that, too, before the product."""
     whole, rows = weight.mT if product.transposed else weight, None
     if not product.in_fp8:
         rows, kept = prologue.rows(inputs, needs)
-        y = grouped_product(rows, cast(whole, rows.dtype), ends)
+        multiply = partial(grouped_product, rows, cast(whole, rows.dtype), ends)
     elif torch.compiler.is_compiling():  # formulas have made the rows, which the op rounds
-        assert inputs[0] is not None
-        y, kept = _forward_op(inputs[0], whole, ends, prologue.dtype), prologue.rows(inputs, needs)[1]
+        kept = prologue.rows(inputs, needs)[1]
+        multiply = partial(_forward_op, inputs[0], whole, ends, prologue.dtype)
     else:
         (codes, inverse), kept = prologue.codes(inputs, FP8Target(E4M3), needs)
-        assert inverse is not None
-        y = _scaled_product(codes, inverse, whole, ends, prologue.dtype)
-    if a is None or b is None:
-        return y, kept, (None, None, None)
-    rows = prologue.rows(inputs, None)[0] if rows is None else rows
-    a, b = cast(a, rows.dtype), cast(b, rows.dtype)
-    t = _low_rank(rows, a.mT, ends, product)
-    return lora_expand(t, b, y, ends, None, NO_DROPOUT), kept, (t, a, b)
+        multiply = partial(_scaled_product, codes, inverse, whole, ends, prologue.dtype)
+    t: Any = None
+    if a is not None and b is not None:
+        rows = prologue.rows(inputs, None)[0] if rows is None else rows
+        a, b = cast(a, rows.dtype), cast(b, rows.dtype)
+        t = _low_rank(rows, a.mT, ends, product)
+    kept = (*kept, t, a, b)
+    if keep is not None:
+        keep(kept)
+    y = multiply()
+    return y if t is None else lora_expand(t, b, y, ends, None, NO_DROPOUT), kept
 
 
 def run_grouped_linear(
@@ -250,7 +255,7 @@ def run_grouped_linear(
     """Return rows @ weight[e].T for each expert's rows, and what LoRA adds, in the prologue's type."""
     a, b = (None, None) if lora is None else lora[:2]
     if not needs_grad(*inputs, weight, a, b):
-        return _forward(prologue, product, inputs, weight, a, b, ends, None)[0]
+        return _forward(prologue, product, inputs, weight, a, b, ends, None, None)[0]
     y: Tensor = _apply(prologue, product, *inputs, weight, a, b, ends)
     return y
 

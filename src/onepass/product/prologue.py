@@ -7,13 +7,14 @@ product, and a product knows rows alone. For products in eight bits it makes cod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from onepass.gradients.main_grad import GradRequest
 from onepass.gradients.vectors import KernelTargets, VectorGrads
+from onepass.runtime.dispatch import recomputation
 from onepass.runtime.fp8 import FP8Target
 
 Inputs = Sequence[Tensor | None]  # x, then vectors, then others
@@ -67,3 +68,42 @@ class Prologue(Protocol):
             target: the pass may write the codes of the rows' transpose for this, and return them.
             u: the pass may return u.T @ rows in place of the rows.
         """
+
+
+# ---- where torch.utils.checkpoint computes a block again ----
+
+# PyTorch ends that with the last tensor that backward needs. A Function's tensors are saved after its forward, so that the last
+# product of a block would be made for nothing. `EarlySaves` hands them over before.
+
+
+class EarlySaves:
+    """A call's `Keep`: gives what is kept, and then `others`, to the recomputation's hook."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], others: Kept) -> None:
+        self.hook, self.others = hook, others
+        self.tensors: Kept = ()
+
+    def __call__(self, kept: Kept) -> None:
+        # one that is returned, too, will know this call as its function: a circle, which only the garbage collector ends
+        self.tensors = (*[None if tensor is None else tensor.detach() for tensor in kept], *self.others)
+        for tensor in self.tensors:
+            if tensor is not None:
+                self.hook(tensor)
+
+
+def early_saves(others: Kept) -> EarlySaves | None:
+    """Return what takes a call's tensors before its product, or None where nothing is computed again."""
+    hook = recomputation()
+    return None if hook is None else EarlySaves(hook, others)
+
+
+def save(ctx: Any, early: EarlySaves | None, *tensors: Tensor | None) -> None:
+    """Save tensors for backward that `early` has not taken: what is kept, and then the others."""
+    ctx.early = early
+    if early is None or not early.tensors:
+        ctx.save_for_backward(*tensors)
+
+
+def saved(ctx: Any) -> Any:
+    """Return what `save` has saved. A recomputed call has no backward but within the block itself."""
+    return ctx.saved_tensors if ctx.early is None or not ctx.early.tensors else ctx.early.tensors

@@ -10,7 +10,7 @@ from torch import Tensor
 from onepass.gradients.written_names import WrittenNames, names_written
 from onepass.kernels.mapped_rows import spread_by_map, sum_by_map
 from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
-from onepass.runtime.dispatch import not_twice_differentiable
+from onepass.runtime.dispatch import not_twice_differentiable, under_checkpoint
 
 
 class Routes(NamedTuple):
@@ -69,8 +69,11 @@ class _GatherTokens(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor, start: Tensor | None, written: WrittenNames | None
     ) -> Tensor:  # fmt: skip
-        ctx.written = written
-        ctx.save_for_backward(tokens, rows)
+        ctx.written, ctx.kept = written, None
+        if under_checkpoint():  # 8 bytes a row stay, as what saved them here would have the product before it computed again
+            ctx.kept = tokens, rows
+        else:
+            ctx.save_for_backward(tokens, rows)
         return sum_rows(x, rows, start)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -78,7 +81,8 @@ class _GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.written is not None:
             ctx.written.clear()  # a pass begins
-        return spread_rows(dy, *ctx.saved_tensors), None, None, dy if ctx.needs_input_grad[3] else None, None
+        tokens, rows = ctx.saved_tensors if ctx.kept is None else ctx.kept
+        return spread_rows(dy, tokens, rows), None, None, dy if ctx.needs_input_grad[3] else None, None
 
 
 def scatter_tokens(x: Tensor, routes: Routes) -> Tensor:
