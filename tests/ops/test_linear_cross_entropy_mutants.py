@@ -142,7 +142,7 @@ KEPT, KEPT_MASKED = Case("keep_logits", "none", kept=True, weighted=True, full=T
 MUTANTS |= {
     "a mask of the first columns": (row_formula, "_statistics", "allowed_columns(bits, first, W)", "allowed_columns(bits, 0, W)", MASKED),
     "gradients outside of the mask": (row_formula, "row_gradients", "first, x.shape[1]), 0.0)", "first, x.shape[1]), 1e-2)", MASKED),
-    "a mean by the tokens' weights alone": (autograd, "_rows_of", "both.divisor", "weights", replace(CLASSES, smoothing=0.2)),
+    "a mean by the tokens' weights alone": (autograd, "_rows_of", "both.divisor()", "weights", replace(CLASSES, smoothing=0.2)),
     "token weights' gradient without the class": (autograd, "_token_weight_gradient", "losses * of_label", "losses", CLASSES),
     "the mean's part of it": (autograd, "_token_weight_gradient", "mean * of_label", "mean", replace(CLASSES, smoothing=0.2)),
     "masses forgotten in backward": (autograd, "_incoming", "mass=saved.mass", "mass=torch.ones_like(g)", MIXED),

@@ -28,10 +28,10 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the first chunk's hidden states for all": (passes, "find_losses", "add(logits.out, hidden)", "add(logits.out, head.hidden[: len(hidden)])", FORWARD),
     "the first chunk's incoming gradients for all": (row_loss, "DivergenceRows.gradient", "chunk.take(self.incoming.incoming)", "self.incoming.incoming[: len(logits.x)]", AGAIN),
     "the first chunk's numbers for all": (row_loss, "DivergenceRows._numbers", "self.numbers[:, chunk.part]", "self.numbers[:, : chunk.part.stop - chunk.part.start]", AGAIN),
-    "what waits is not divided by the mean's": (autograd, "head_function.RowLossFunction.backward", "dloss if scale is None else dloss * scale", "dloss", FORWARD),
+    "what waits is not divided by the mean's": (autograd, "RowLossFunction.backward", "dloss if scale is None else dloss * scale", "dloss", FORWARD),
     "main_grad's gradient rounded first": (autograd, "_finished", "wide if moved else ", "", MAIN),
-    "a mean over the ignored too": (autograd, "head_function.RowLossFunction.forward", "losses, labels, options.ignore_index", "losses, labels * 0 + 1, options.ignore_index", FORWARD),
-    "rows' incoming gradients forgotten": (autograd, "head_function.RowLossFunction.backward", "dloss.to(wide_type(tensors.hidden))", "dloss.to(wide_type(tensors.hidden)) * 0 + 1", KEPT),
+    "a mean over the ignored too": (autograd, "RowLossFunction.forward", "losses, labels, options.ignore_index", "losses, labels * 0 + 1, options.ignore_index", FORWARD),
+    "rows' incoming gradients forgotten": (autograd, "RowLossFunction.backward", "dloss.to(wide_type(tensors.hidden))", "dloss.to(wide_type(tensors.hidden)) * 0 + 1", KEPT),
     "temperature for the student alone": (formula, "DivergenceTerms.teacher", "1 / self.temperature", "1", Case(temperature=2.0)),
     "the cap grows with the temperature": (formula, "DivergenceTerms.student", "self.softcap / self.temperature", "self.softcap", CAPPED),
     "jsd with the teacher's and the student's part exchanged": (formula, "finish_jsd", "terms.beta * sums[1] + (1 - terms.beta) * sums[0]", "terms.beta * sums[0] + (1 - terms.beta) * sums[1]", JSD),
@@ -51,7 +51,7 @@ MUTANTS |= {
     "lora: hidden's first product lost": (sums, "HiddenSum._add", "lora.a, sums, True", "lora.a, sums, False", LORA),
     "lora: a's hidden states of the first chunk": (sums, "HiddenSum.add", "low, hidden)", "low, self.head.hidden[: len(low)])", LORA),
     "lora: b's hidden states of the first chunk": (sums, "WeightSum.add", "head.low(hidden)", "head.low(self.head.hidden[: len(d)])", LORA),
-    "lora: what waits is not a's": (autograd, "head_function.RowLossFunction.backward", "Gradients(*saved[5:10])", "Gradients(*saved[5:8], saved[8] * 0, saved[9])", LORA),
+    "lora: what waits is not a's": (autograd, "RowLossFunction.backward", "Gradients(*saved[5:10])", "Gradients(*saved[5:8], saved[8] * 0, saved[9])", LORA),
 }  # fmt: skip
 LONG = {kind: Case(kind=kind, reduction="sum", lead=(20,), V=150, block=32) for kind in ("forward_kl", "reverse_kl", "jsd")}
 TERMS = Case(kind="jsd", reduction="sum", lead=(20,), V=150, block=32, temperature=2.0, softcap=3.0, teacher_softcap=2.0)

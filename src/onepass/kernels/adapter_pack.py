@@ -33,7 +33,6 @@ class AdapterShapes(NamedTuple):
     K: int
     N: int
 
-    @property
     def columns(self) -> list[slice]:
         """Each adapter's columns of t."""
         ends = [sum(self.ranks[: i + 1]) for i in range(len(self.ranks))]
@@ -101,7 +100,7 @@ def _pack_kernel(
 def _plan(shapes: AdapterShapes, unpack: bool) -> list[tuple[Grid, Bound, int]]:
     """Return a grid and a bound kernel for each four adapters, and how many pointers to add."""
     groups, ranks, rows, K, N = shapes
-    each = list(zip([columns.start for columns in shapes.columns], ranks, rows, strict=True))
+    each = list(zip([columns.start for columns in shapes.columns()], ranks, rows, strict=True))
     launches = []
     for first in range(0, len(each), _AT_ONCE):
         some = each[first : first + _AT_ONCE]
@@ -150,7 +149,7 @@ def _unpack(da: Tensor | None, db: Tensor | None, dtypes: Sequence[torch.dtype],
         tensors[_given(da, db)] = found
         _launch(tensors, da, db, shapes, True)
         return found
-    each = zip(shapes.columns, shapes.rows, strict=True)
+    each = zip(shapes.columns(), shapes.rows, strict=True)
     parts = [part for columns, rows in each for part in (_part(da, columns, slice(None)), _part(db, slice(*rows), columns))]
     for into, part in zip(found, parts[_given(da, db)], strict=True):
         into.copy_(part)
@@ -175,7 +174,7 @@ def _unpack_fake(da: Tensor | None, db: Tensor | None, dtypes: Sequence[torch.dt
 
 
 def _each(tensors: Sequence[Tensor], shapes: AdapterShapes) -> Iterator[tuple[Tensor, Tensor, slice, tuple[int, int]]]:
-    return zip(tensors[::2], tensors[1::2], shapes.columns, shapes.rows, strict=True)
+    return zip(tensors[::2], tensors[1::2], shapes.columns(), shapes.rows, strict=True)
 
 
 # ---- registered ops: a shape's fields are numbers and lists there ----
@@ -185,6 +184,10 @@ _SHAPES = "int groups, int[] ranks, int[] bounds, int K, int N"
 
 def _shapes(groups: int, ranks: Sequence[int], bounds: Sequence[int], K: int, N: int) -> AdapterShapes:
     return AdapterShapes(groups, tuple(ranks), tuple(zip(bounds[::2], bounds[1::2], strict=True)), K, N)
+
+
+def _types(names: Sequence[str]) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in names]
 
 
 def _flat(shapes: AdapterShapes) -> tuple[int, list[int], list[int], int, int]:
@@ -198,9 +201,9 @@ _pack_op = registered(
     lambda tensors, dtype, *flat: _empty(tensors[0], dtype, _shapes(*flat)),
 )
 _unpack_op = registered(
-    f"unpack_adapters(Tensor? da, Tensor? db, ScalarType[] dtypes, {_SHAPES}) -> Tensor[]",
-    lambda da, db, dtypes, *flat: _unpack(da, db, dtypes, _shapes(*flat)),
-    lambda da, db, dtypes, *flat: _unpack_fake(da, db, dtypes, _shapes(*flat)),
+    f"unpack_adapters(Tensor? da, Tensor? db, str[] dtypes, {_SHAPES}) -> Tensor[]",  # ScalarType[] is numbers before 2.11
+    lambda da, db, dtypes, *flat: _unpack(da, db, _types(dtypes), _shapes(*flat)),
+    lambda da, db, dtypes, *flat: _unpack_fake(da, db, _types(dtypes), _shapes(*flat)),
 )
 
 
@@ -216,5 +219,5 @@ def unpack_adapters(
 ) -> list[Tensor]:  # fmt: skip
     """Return the adapters' parts of both matrices, or of the one that is given, each of its type."""
     if needs_dispatcher(da, db):
-        return _unpack_op(da, db, list(dtypes), *_flat(shapes))  # type: ignore[no-any-return]
+        return _unpack_op(da, db, [str(dtype).removeprefix("torch.") for dtype in dtypes], *_flat(shapes))  # type: ignore[no-any-return]
     return _unpack(da, db, dtypes, shapes)

@@ -158,7 +158,7 @@ def _plan_of(
     """Return the plan of adapters of these ranks, scales and rows. A scale of None is one for each document."""
     ranks, scales, spans = zip(*adapters, strict=True)
     shapes = AdapterShapes(documents, ranks, tuple([span or (0, N) for span in spans]), K, N)
-    parts = zip(shapes.columns, [slice(*rows) for rows in shapes.rows], scales, strict=True)
+    parts = zip(shapes.columns(), [slice(*rows) for rows in shapes.rows], scales, strict=True)
     is_one = len(ranks) == 1 and shapes.rows[0] == (0, N)
     return AdapterPlan(shapes, is_one, scales[0] if len(set(scales)) == 1 else None, tuple(parts))
 

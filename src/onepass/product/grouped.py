@@ -43,7 +43,7 @@ from onepass.product.fp8.rows import FP8Rows
 from onepass.product.lora import LoRA
 from onepass.product.prologue import Inputs, Keep, Kept, Needs, early_saves, save, saved
 from onepass.product.rows import Rows
-from onepass.runtime.dispatch import TORCH, cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, under_functorch
 from onepass.runtime.fp8 import E4M3, FP8Target, check_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 from onepass.runtime.op import Registered
@@ -160,8 +160,6 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prologue: Any, product: GroupedProduct, *tensors: Tensor | None) -> Tensor:
         """`tensors`: the prologue's inputs, the weight, a and b of LoRA or None, and the ends."""
-        if TORCH < (2, 10) and torch.compiler.is_compiling():  # backward takes each expert's rows, known when it runs
-            torch._dynamo.graph_break(msg="onepass: experts' products are part of a graph from PyTorch 2.10 on")
         *inputs, weight, a, b, ends = tensors
         assert weight is not None
         needs = ctx.needs_input_grad[_FIRST:]

@@ -115,6 +115,6 @@ def _mean(parts: dict[str, Any], result: Any, wrap: Callable[[Tensor], Any]) -> 
         weight = None if weight is None else weight.reshape(labels.shape)
         classes = parts.get("class_weight" if "hidden" in parts else "weight")
         weights = row_weights(labels, parts["ignore_index"], probabilities, classes, parts.get("label_smoothing", 0.0), weight)
-        count = kept_weight(labels, parts["ignore_index"], weights.divisor, dtype)
+        count = kept_weight(labels, parts["ignore_index"], weights.divisor(), dtype)
     mean = total * inverse_count(replicated(wrap(count)))
     return (mean, result[1]) if isinstance(result, tuple) else mean

@@ -89,7 +89,6 @@ class RowWeights(NamedTuple):
     of_losses: Tensor | None  # multiplies rows' losses
     of_mean: Tensor | None = None  # a mean divides by their sum, where that is not the first's
 
-    @property
     def divisor(self) -> Tensor | None:
         """What a mean divides by the sum of."""
         return self.of_losses if self.of_mean is None else self.of_mean

@@ -71,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         computed = RowLosses(*each)
         losses, lse = computed[:2]
         stats = {name: computed.statistic(name, options.terms) for name in options.statistics()}
-        entropy, mass = stats.get("entropy"), computed.mass if rows.masses else None
+        entropy, mass = stats.get("entropy"), computed.mass if rows.masses() else None
         added = options.grad_scale is not None and needs.need_weight and dweight is None
         with name_written(["weight"] if added else []):
             ignore, reduction = options.ignore_index, options.reduction
@@ -97,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.token_weight = None if token_weight is None else (token_weight.dtype, token_weight.shape)
         of_label = None
         if need_token_weight:
-            of_label = row_weights(rows.labels, options.ignore_index, *targets, options.smoothing).divisor
+            of_label = row_weights(rows.labels, options.ignore_index, *targets, options.smoothing).divisor()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             hidden, weight, bias, lora_a, lora_b, *rows, *(selection or (None, None)), lse, entropy, mass,
@@ -235,7 +235,7 @@ def _rows_of(
         bits = bits if bits is None or bits.shape[0] == 1 else selection.take(bits)
     (probabilities, classes), ignore, smoothing = targets, options.ignore_index, options.smoothing
     weights, of_mean = both = row_weights(labels, ignore, probabilities, classes, smoothing, weights)
-    scale = mean_scale(labels, ignore, options.reduction, wide_type(hidden), both.divisor, by_kernel)
+    scale = mean_scale(labels, ignore, options.reduction, wide_type(hidden), both.divisor(), by_kernel)
     place = None if group is None else vocab_range(weight.shape[0], group, weight.device)
     if place is not None and can_validate_labels(labels):
         validate_labels(labels, int(place[1]), ignore)
@@ -253,7 +253,7 @@ Grads = tuple[Tensor | None, ...]  # of hidden, the weight, the bias, and LoRA's
 def _unscaled(ctx: Any, saved: _Saved, requests: list[GradRequest]) -> _Saved:
     """Return what forward made. Where an earlier pass multiplied it in place, forward's products are computed again: the same
     numbers, rounded in the same places."""
-    asked = [name for name, request in zip(_SCALED, requests, strict=False) if request is not GradRequest.SKIP]
+    asked = [name for name, request in zip(_SCALED, requests[: len(_SCALED)], strict=True) if request is not GradRequest.SKIP]
     if not any(name in ctx.scaled for name in asked):
         return saved
     *_, dhidden, dweight, _, _, _, _ = OPS.forward(

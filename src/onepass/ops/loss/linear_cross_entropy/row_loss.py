@@ -34,7 +34,6 @@ class TokenRows(NamedTuple):
     probabilities: Tensor | None  # [..., V] of this rank's columns, where labels are probabilities
     class_weight: Tensor | None  # [V], where masses are made of it
 
-    @property
     def masses(self) -> bool:
         return self.probabilities is not None or self.class_weight is not None
 
@@ -96,7 +95,7 @@ class CrossEntropyRows:
     def empty(tensors: HeadTensors, rows: TokenRows, options: LossOptions) -> RowLosses:
         product = options.product
         logits = torch.promote_types(product, torch.float32) if options.wide else product
-        return _empty_rows(tensors.hidden, rows.labels.shape[0], options.statistics(), logits, rows.masses)
+        return _empty_rows(tensors.hidden, rows.labels.shape[0], options.statistics(), logits, rows.masses())
 
     def read(self, chunk: TokenChunk, logits: LogitsBlock) -> Tensor:
         labels = chunk.take(self.labels)
