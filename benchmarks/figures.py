@@ -641,6 +641,11 @@ OPS_ROWS = [
         "the same and the linear layer after it; saves the norm's two inputs only",
         "gated_norm_linear",
     ),
+    (
+        "[`causal_conv1d`](docs/guide.md#causal-convolutions)",
+        "a depthwise causal convolution, SiLU, the split into q, k and v and norms of heads, of documents too; saves only x",
+        "causal_conv1d",
+    ),
     ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
     (
         "[`linear`](docs/guide.md#linear-layers)",

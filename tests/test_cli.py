@@ -130,6 +130,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "activation_linear": "--shape 16,64 --weight 8,32",
         "attention": "--shape 4,1024,6144 --heads 16 --cos --sin",
         "bias_activation": "--shape 16,32 --bias --dropout 0.1",
+        "causal_conv1d": "--shape 4,64,32 --weight 32,4 --bias",
         "cross_entropy": "--shape 32,1000 --labels 32",
         "dropout_add": "--shape 16,32 --residual 16,32 --p 0.1",
         "embedding": "--shape 4,512 --weight 1000,64",

@@ -16,6 +16,7 @@ from onepass.ops.activation.activations import register_activation
 from onepass.ops.activation.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
 from onepass.ops.attention.attention import attention
 from onepass.ops.attention.rope import rope
+from onepass.ops.convolution.causal_conv1d import causal_conv1d
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.embedding.embedding import embedding
 from onepass.ops.experts.experts import experts
@@ -72,6 +73,7 @@ __all__ = [
     "bias_gelu",
     "bias_quick_geglu",
     "bias_swiglu",
+    "causal_conv1d",
     "compare",
     "cross_entropy",
     "dropout_add",

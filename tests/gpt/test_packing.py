@@ -6,7 +6,7 @@ from gpt.small_models import BIASES, EXPERTS, SHAPE, configured, started
 from ops.calls import relative
 
 from onepass.gpt import Config, Model, model, packing
-from onepass.ops.attention import documents
+from onepass.runtime import documents
 from onepass.testing.mutants import mutate
 
 LENGTH = 12

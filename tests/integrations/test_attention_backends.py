@@ -180,7 +180,7 @@ def test_only_the_sinks_gradient(flash):
 @pytest.mark.parametrize("wrong", ([1, 50], [0, 49], [0, 30, 20, 50], [0, -3, 50], [0, 99, 50]), ids=str)
 def test_wrong_boundaries_are_nan(backend, wrong, flash, ordered, monkeypatch):
     """On a GPU, where no host reads them; and the kernels are given none that lead out of memory."""
-    monkeypatch.setattr(importlib.import_module("onepass.ops.attention.documents"), "are_readable", lambda cu_seqlens: False)
+    monkeypatch.setattr(importlib.import_module("onepass.runtime.documents"), "are_readable", lambda cu_seqlens: False)
     case = packed((50,), heads=HEADS, groups=GROUPS, R=0)
     qkv = torch.randn(1, 50, (HEADS + 2 * GROUPS) * D).to(BF16).requires_grad_()
     at = torch.tensor(wrong, dtype=torch.int32)

@@ -8,9 +8,9 @@ import torch
 from ops.oracle import BF16, DEVICE, FP16, FP32, NamedCase, broken, laid_out, replaced
 from ops.packed_oracle import packed_attention, visible
 
-from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import parts_of
 from onepass.ops.attention.rope_formula import rope_formula
+from onepass.runtime.documents import tables_of_documents
 from onepass.testing.budget import BudgetReport, Finding, compare
 from onepass.testing.poison import poisoned, unchanged
 

@@ -160,7 +160,7 @@ def test_documents_under_a_compiler_and_wrong_ones():
 @pytest.mark.parametrize("wrong", ([1, 50], [0, 49], [0, 30, 20, 50], [0, -3, 50], [0, 99, 50], [0, 50, 2_000_000_000]), ids=str)
 def test_wrong_boundaries_that_nobody_reads_are_nan(wrong, monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr("onepass.ops.attention.documents.are_readable", lambda cu_seqlens: False)
+    monkeypatch.setattr("onepass.runtime.documents.are_readable", lambda cu_seqlens: False)
     qkv, tables, sinks = tensors()
     at = torch.tensor(wrong, dtype=torch.int32, device=DEVICE)
     for more in ({}, {"sinks": sinks, "window": 5}, {"causal": False}):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.ops.attention.documents import are_readable, are_right, check_documents, document_of, positions_within
+from onepass.runtime.documents import are_readable, are_right, check_documents, document_of, positions_within
 
 
 def joined_boundaries(cu_seqlens: Tensor, x: Tensor, batch: int, length: int, longest: int) -> Tensor:

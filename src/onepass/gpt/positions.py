@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from onepass.gpt.config import Config
 from onepass.nn.embedding import VocabParallelEmbedding
-from onepass.ops.attention.documents import tables_at
 from onepass.ops.attention.rope import rope
+from onepass.runtime.documents import tables_at
 
 Tables = tuple[Tensor, Tensor]
 

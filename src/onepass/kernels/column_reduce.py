@@ -115,15 +115,16 @@ def share_tiles(
     """
     WIDTH = H * 2 if out_ptr is not None and other_ptr is not None else H
     if out_ptr is not None:
-        _share(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
+        share_columns(partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
     if other_ptr is not None:
-        _share(partial_ptr + WIDTH - H, other_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
+        share_columns(partial_ptr + WIDTH - H, other_ptr, helper, helpers, STRIPS, WIDTH, H, ADD, BLOCK_S, BLOCK_H)
 
 
 @device_function
-def _share(
+def share_columns(
     partial_ptr, out_ptr, helper, helpers, STRIPS, WIDTH, H, ADD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
+    """Sum this helper's share of out's H columns, each of its STRIPS partials. Rows of partials are WIDTH apart."""
     for tile in range(helper, tl.cdiv(H, BLOCK_H), helpers):
         columns = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         sum_strips(partial_ptr, out_ptr, columns, STRIPS, WIDTH, columns < H, ADD, BLOCK_S, BLOCK_H)

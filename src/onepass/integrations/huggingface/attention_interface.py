@@ -25,9 +25,9 @@ from onepass.integrations.huggingface.documents import Refused, documents_of_len
 from onepass.integrations.huggingface.interfaces import attend_heads
 from onepass.integrations.huggingface.rotation import globals_with
 from onepass.ops.attention.attention import unsupported
-from onepass.ops.attention.documents import are_readable, are_right
 from onepass.ops.loss.kept_rows import can_count
 from onepass.runtime.backend import choose
+from onepass.runtime.documents import are_readable, are_right
 
 NAME = "onepass"
 _EAGER = "eager_attention_forward"  # in the globals of a model's code

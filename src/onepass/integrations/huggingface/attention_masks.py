@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from onepass.integrations.huggingface.documents import Refused, documents_of_padding, documents_of_rows
-from onepass.ops.attention.documents import document_of
 from onepass.ops.loss.kept_rows import can_count
 from onepass.runtime.dispatch import under_functorch
+from onepass.runtime.documents import document_of
 
 
 class Sight(NamedTuple):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onepass.ops.attention.documents import check_documents, check_longest
 from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.layout import is_sequence_first
 from onepass.ops.attention.rope_kernels import check_tables, check_weights
 from onepass.runtime.checks import check_device, check_floating, check_number
+from onepass.runtime.documents import check_documents, check_longest
 from onepass.runtime.op import Call
 
 Window = int | tuple[int | None, int | None] | None

@@ -34,7 +34,6 @@ from onepass.ops.attention.by_cudnn import attend_backward_by_cudnn, attend_by_c
 from onepass.ops.attention.by_flash import attend_backward_by_flash, attend_by_flash
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.choice import CUDNN, FLASH, backward_kernels, forward_kernels, in_order, pytorch_is_faster
-from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import (
     AttentionOptions,
     Weights,
@@ -61,6 +60,7 @@ from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 from onepass.ops.attention.sharding import shard_attention
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, product_type
+from onepass.runtime.documents import tables_of_documents
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.sizes import shared_memory

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.vectors import contiguous_param, saved_vectors, with_fp32_grads
-from onepass.ops.attention.documents import tables_of_documents
 from onepass.ops.attention.formula import (
     AttentionOptions,
     Parts,
@@ -44,6 +43,7 @@ from onepass.runtime.dispatch import (
     not_twice_differentiable,
     under_functorch,
 )
+from onepass.runtime.documents import tables_of_documents
 from onepass.runtime.op import Registered
 
 

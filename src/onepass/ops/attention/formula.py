@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.ops.attention.documents import are_readable, are_right, document_of, ranges_of, tables_of_documents
 from onepass.ops.attention.rope_formula import QKNorm, normed_rope_formula, rope_formula
+from onepass.runtime.documents import are_readable, are_right, document_of, ranges_of, tables_of_documents
 
 Parts = tuple[Tensor, Tensor, Tensor]
 Weights = tuple[Tensor | None, Tensor | None]  # of a norm of q's heads, and of k's

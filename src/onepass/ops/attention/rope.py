@@ -23,7 +23,6 @@ from torch import Tensor
 
 from onepass.kernels.language import kernels_unsupported
 from onepass.ops.attention.arguments import check_tables_of
-from onepass.ops.attention.documents import check_documents, tables_of_documents
 from onepass.ops.attention.rope_formula import normed_rope_formula, rope_blocks, rope_formula
 from onepass.ops.attention.rope_kernels import check_tables, check_weights, rope_variant, rotate
 from onepass.ops.attention.rope_norm import NormedRopeOptions, normed_rope
@@ -32,6 +31,7 @@ from onepass.ops.attention.sharding import shard_rope
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_floating
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, not_twice_differentiable, under_functorch
+from onepass.runtime.documents import check_documents, tables_of_documents
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 

@@ -1,0 +1,1 @@
+"""Convolutions over time, as the hybrid layers of language models have them."""
