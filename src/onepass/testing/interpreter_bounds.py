@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from onepass.kernels import layout
 
@@ -31,7 +32,7 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
 def _ends(pieces: dict[int, int]) -> _Ends:
     begins = np.array(sorted(pieces), np.uint64)
     stops = np.array([begin + pieces[begin] for begin in sorted(pieces)], np.uint64)
-    return begins, np.maximum.accumulate(stops)  # pieces that were freed may lie within others
+    return begins, np.maximum.accumulate(stops)  # storages may lie within others
 
 
 def _outside(addresses: Any, width: int, ends: _Ends) -> Any:
@@ -59,20 +60,22 @@ class Reach:
     def __init__(self) -> None:
         self.kernel = ""
         self.given: _Ends = _ends({})
-        # bytes by address. A freed tensor's stay: then less is found, and nothing is found wrongly
-        self.noted: dict[int, int] = {}
+        self.noted: dict[int, tuple[int, StorageWeakRef]] = {}  # bytes by address. Others may get a freed tensor's memory
         self.noted_ends: _Ends | None = None
 
     def launch(self, kernel: str, arguments: Any) -> None:
         self.kernel = kernel
         storages = [tensor.untyped_storage() for tensor in _tensors(arguments)]
         self.given = _ends({storage.data_ptr(): storage.nbytes() for storage in storages})
+        freed = [begin for begin, (_, storage) in self.noted.items() if storage.expired()]
+        for begin in freed:
+            del self.noted[begin]
+        if freed:
+            self.noted_ends = None
 
     def note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        begin, size = storage.data_ptr(), storage.nbytes()
-        if self.noted.get(begin, 0) < size:
-            self.noted[begin], self.noted_ends = size, None
+        self.noted[storage.data_ptr()], self.noted_ends = (storage.nbytes(), StorageWeakRef(storage)), None
 
     def check(self, what: str, pointers: Any, mask: Any) -> None:
         addresses = np.asarray(pointers.data).reshape(-1)
@@ -84,7 +87,7 @@ class Reach:
         outside = _outside(addresses, width, self.given)
         if self.noted and outside.any():
             if self.noted_ends is None:
-                self.noted_ends = _ends(self.noted)
+                self.noted_ends = _ends({begin: size for begin, (size, _) in self.noted.items()})
             outside &= _outside(addresses, width, self.noted_ends)
         if outside.any():
             raise OutOfBoundsError(f"{self.kernel} {what} {outside.sum()} of {addresses.size} values outside of its tensors")
