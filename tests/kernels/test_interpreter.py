@@ -219,14 +219,6 @@ def _mask_kernel(x_ptr, y_ptr, bound, N: tl.constexpr):
     tl.store(y_ptr + i, x, mask=(tl.sum(x, 0) > bound) & (i.to(tl.uint64) < N - 1) & (x == x))
 
 
-@pytest.fixture
-def nothing_noted(monkeypatch):
-    """Forget memory that kernels of earlier tests reached: it is free, and this test's tensors may lie there."""
-    monkeypatch.setattr(interpreter_bounds.reached, "noted", {})
-    monkeypatch.setattr(interpreter_bounds.reached, "noted_ends", None)
-
-
-@pytest.mark.usefixtures("nothing_noted")
 def test_accesses_out_of_bounds_raise():
     x, y = torch.randn(2, 12)[0], torch.zeros(8)  # of one storage x has only the first half, and all of it may be read
     _copy_kernel[(1,)](x, y, 16, 24, -16, 16)
@@ -240,15 +232,18 @@ def test_accesses_out_of_bounds_raise():
             _count_kernel[(1,)](y, at)
 
 
-@pytest.mark.usefixtures("nothing_noted")
 def test_a_tensor_is_reached_by_its_distance():
     from onepass.kernels.layout import distance
 
     x, y, near = torch.randn(8), torch.zeros(8), torch.zeros(8)
     with pytest.raises(AssertionError, match="writes 8 of 8 values"):
         _copy_kernel[(1,)](x, y, 0, 8, (near.data_ptr() - y.data_ptr()) // 4, 8)
-    _copy_kernel[(1,)](x, y, 0, 8, distance(near, y), 8)
+    far = distance(near, y)
+    _copy_kernel[(1,)](x, y, 0, 8, far, 8)
     assert torch.equal(near, x) and not y.any()
+    del near  # and others may get its memory
+    with pytest.raises(AssertionError, match="writes 8 of 8 values"):
+        _copy_kernel[(1,)](x, y, 0, 8, far, 8)
 
 
 def test_masks_of_any_comparison():

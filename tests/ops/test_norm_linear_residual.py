@@ -226,7 +226,7 @@ MUTANTS = {
         norm_rows, "NormRows.rows",
         "cast(normed,", "cast(kernels.forward(x, None, norm_weight, norm_bias, self.options, False)[0],", ("y",),
     ),
-    "x kept in the place of h": (function, "_Linear.forward", "save(ctx, early, *kept,", "save(ctx, early, inputs[0], *kept[1:],", ("y",)),
+    "x kept in the place of h": (function, "_Linear.forward", "early, *kept,", "early, inputs[0], *kept[1:],", ("y",)),
     "x for h": (norm_rows, "NormRows.rows", "x if h is None else h", "x", ("y", "h")),
     "no gradient of the residual": (norm_rows, "NormRows.backward", "dresidual = dh.to", "dresidual = 0 * dh.to", ("y",)),
     "dx over d norm(h) of another type": (
