@@ -172,6 +172,27 @@ def test_nothing_to_do(backend, shape):
     assert y.shape == dx.shape == shape and not dweight.any()
 
 
+@backends
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_main_grad_of_weight_and_bias(backend, dtype):
+    """Several passes add up in fp32, and a 16-bit main_grad is rounded once a pass."""
+    x, *plain = tensors(C=40, dtype=dtype)
+    weight, bias = (torch.nn.Parameter(t.detach().clone()) for t in plain)
+    for parameter in (weight, bias):
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones_like(parameter, dtype=FP32), False
+    wide = [t.detach().to(FP32).requires_grad_() for t in (x, *plain)]
+    with small_tiles(module):
+        for _ in range(2):
+            op(backend, split=(16, 24), l2_norm=(8, None))(x, weight, bias)[1].float().square().sum().backward()
+        y = op("torch")(*wide)[..., 16:]
+        y.backward(4 * y.detach().to(dtype).float())
+    for parameter, expected in zip((weight, bias), wide[1:], strict=True):
+        assert parameter.grad_added_to_main_grad
+        torch.testing.assert_close(parameter.main_grad, 1 + expected.grad, rtol=2e-5 if dtype is FP32 else 2e-2, atol=2e-2)
+    (dweight,) = torch.autograd.grad(op(backend)(x, weight, bias).sum(), weight)
+    assert dweight.any() and dweight.dtype is dtype
+
+
 # ---- what people wrap around it ----
 
 
@@ -237,8 +258,8 @@ _X, _W = torch.ones(1, 5, 6), torch.ones(6, 4)
         (ValueError, ("weight must have shape [6, W] or [6, 1, W]", "(5, 4)"), _X, _W[:5], {}),
         (ValueError, ("weight must have shape [6, W] or [6, 1, W]", "(6, 2, 4)"), _X, torch.ones(6, 2, 4), {}),
         (ValueError, ("weight must have shape [6, W] or [6, 1, W]", "(6,)"), _X, _W[:, 0], {}),
-        (ValueError, ("weight must be 2 to 8 wide", "1"), _X, _W[:, :1], {}),
-        (ValueError, ("weight must be 2 to 8 wide", "9"), _X, torch.ones(6, 1, 9), {}),
+        (ValueError, ("weight's last dimension must be 2 to 8", "1"), _X, _W[:, :1], {}),
+        (ValueError, ("weight's last dimension must be 2 to 8", "9"), _X, torch.ones(6, 1, 9), {}),
         (ValueError, ("weight must be on cpu", "meta"), _X, _W.to("meta"), {}),
         (ValueError, ("bias must have shape (6,)", "(4,)"), _X, _W, {"bias": torch.ones(4)}),
         (ValueError, ("activation must be 'silu' or None", "'gelu'"), _X, _W, {"activation": "gelu"}),

@@ -1,6 +1,7 @@
 """Modules. They hold parameters, and forward calls one op."""
 
 from onepass.nn.bias_activation import BiasActivation
+from onepass.nn.convolution import CausalConv1d
 from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.nn.experts import Experts
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
@@ -16,6 +17,7 @@ from onepass.nn.sharding import sharded_state_dict
 __all__ = [
     "MLP",
     "BiasActivation",
+    "CausalConv1d",
     "ColumnParallelLinear",
     "Experts",
     "GatedRMSNorm",

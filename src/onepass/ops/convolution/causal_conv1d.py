@@ -153,8 +153,8 @@ class _ConvFunction(torch.autograd.Function):
             if into is not None:
                 direct["into"] = into.tensors
             else:
-                wide: Any = grads.wide(weight, bias)
-                kept = kept._replace(**dict(zip(("weight", "bias"), wide, strict=True)))
+                weight, bias = grads.wide(weight, bias)
+                kept = kept._replace(weight=weight, bias=bias)  # type: ignore[arg-type]
         dx, *found = _backward(kept, ctx.options, need_dx, *needs, **direct)
         return dx, *(found if grads is None else grads.put(into, *found)), None, None
 
@@ -213,20 +213,28 @@ def check_conv(given: Mapping[str, Any]) -> None:
     check_floating("weight", weight)
     if shape[:1] != (C,) or shape[1:-1] not in ((), (1,)) or len(shape) < 2:
         raise ValueError(f"weight must have shape [{C}, W] or [{C}, 1, W], for each of x's columns, but has {shape}")
-    if shape[-1] not in _WIDTHS:
-        raise ValueError(f"weight must be {_WIDTHS[0]} to {_WIDTHS[-1]} wide, but its last dimension is {shape[-1]}")
     check_device("weight", weight, x)
     if bias is not None:
         check_vector("bias", bias, x)
-    if given["activation"] not in ("silu", None):
-        raise ValueError(f"activation must be 'silu' or None, but is {given['activation']!r}")
-    check_eps(given["eps"])
-    check_pieces("x's last dimension", C, split, given["l2_norm"])
+    options = given["activation"], split, given["l2_norm"], given["eps"]
+    check_options("x's last dimension", C, "weight's last dimension", shape[-1], *options)
     if given["cu_seqlens"] is not None:
         check_documents(given["cu_seqlens"], x, tuple(x.shape[:-1]), "x")
 
 
-def check_pieces(name: str, columns: int, split: object, l2_norm: object) -> None:
+def check_options(
+    name: str, columns: int, width_name: str, width: int, activation: object, split: object, l2_norm: object, eps: float
+) -> None:
+    """Raise where an option is wrong. The names: what the columns and the convolution's width are called."""
+    if width not in _WIDTHS:
+        raise ValueError(f"{width_name} must be {_WIDTHS[0]} to {_WIDTHS[-1]}, but is {width!r}")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation must be 'silu' or None, but is {activation!r}")
+    check_eps(eps)
+    _check_pieces(name, columns, split, l2_norm)
+
+
+def _check_pieces(name: str, columns: int, split: object, l2_norm: object) -> None:
     """Raise unless `split` divides the columns, called `name`, and `l2_norm` the pieces."""
     sizes: Any = (columns,) if split is None else split
     if not isinstance(sizes, Sequence) or not sizes or any(type(size) is not int or size < 0 for size in sizes):
