@@ -22,7 +22,8 @@ QWEN = {"split": (512, 512, 1024), "l2_norm": (128, 128, None)}
 def inputs(*lead, C=2048, W=4, dtype=BF16, seed=0):
     """x, weight, bias and dy."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return [torch.randn(*size, device="cuda", dtype=dtype, generator=generator) for size in ((*lead, C), (C, W), (C,), (*lead, C))]
+    shapes = (*lead, C), (C, W), (C,), (*lead, C)
+    return [torch.randn(*shape, device="cuda", dtype=dtype, generator=generator) for shape in shapes]
 
 
 def boundaries(S, count):
@@ -51,8 +52,8 @@ def test_every_width_of_few_and_of_many_rows(C, dtype, W):
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=("bf16", "fp32"))
 def test_heads_of_documents(head, dtype):
     ends = tuple(boundaries(3000, 40)[1:].tolist())
-    case = Case(small=False, lead=(1, 3000), sizes=(2 * head, 4 * head, 300), heads=(head, head, None), dtype=dtype, ends=ends, eps=0.1)
-    report = judge_case(module, case)
+    pieces = {"sizes": (2 * head, 4 * head, 300), "heads": (head, head, None), "ends": ends, "eps": 0.1}
+    report = judge_case(module, Case(small=False, lead=(1, 3000), dtype=dtype, **pieces))
     assert report, report
 
 

@@ -241,6 +241,8 @@ def test_what_the_kernels_do_not_take(words, options):
     assert equal(found, expected)
     with pytest.raises(RuntimeError, match=words):
         op("triton", **options)(x, weight)
+    rows = torch.empty(1, 1, device=DEVICE).expand(2**31, 512)
+    assert "x has 2147483648 rows" in onepass.explain("causal_conv1d", rows, weight).reasons["triton"]
     with pytest.raises(RuntimeError, match=r"x is torch\.float64"):
         op("triton")(x.double(), weight)
 

@@ -171,6 +171,8 @@ def unsupported(x: Tensor, split: Sequence[int] | None, l2_norm: HeadWidths) -> 
         return f"x is {x.dtype}"
     if split is not None and len(split) > kernels.PIECES:
         return f"split has {len(split)} pieces, and the kernels write {kernels.PIECES}"
+    if x.shape[:-1].numel() > kernels.MOST_ROWS:
+        return f"x has {x.shape[:-1].numel()} rows, and the kernels count {kernels.MOST_ROWS}"
     heads = {width for width in _heads_of(split, l2_norm) if width}
     if len(heads) > 1:
         return f"heads are of {' and '.join(map(str, sorted(heads)))} columns, and the kernels know one width"
@@ -195,7 +197,8 @@ def variant(call: Call) -> str:
         return "the PyTorch formula, as there is nothing to do"
     options = _options(x, call.activation, call.split, call.l2_norm, call.eps)
     M, said = x.shape[:-1].numel(), []
-    both = kernels.forward_tiles(options, x.element_size()), kernels.backward_tiles(options)
+    W = call.weight.shape[-1]
+    both = kernels.forward_tiles(options, W, x.element_size()), kernels.backward_tiles(options, W)
     for name, tiles in zip(("forward", "backward"), both, strict=True):
         rows = kernels.chunk_rows(M, tiles, x.device)
         said.append(f"{name} in chunks of {rows} rows x {tiles.heads * tiles.head} columns, {tiles.rows} rows a turn")

@@ -30,17 +30,17 @@ from onepass.kernels.column_reduce import helper_count, join_helpers, leave_help
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.layout import as_rows
+from onepass.kernels.rows import inside_row, load_vector
 from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.kernels.sigmoid import LOG2_E, sigmoid
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 
-WIDEST_HEAD = 256
-PIECES = 3
-# of a program: 8 values a thread in forward; 4 in backward, which also holds the weight, its sums and W - 1 rows of gradients
-FORWARD_COLUMNS, FORWARD_VALUES, FORWARD_ROWS = 256, 256, 8  # columns, values of a warp, rows a turn (half as many of fp32)
-BACKWARD_COLUMNS, BACKWARD_VALUES, BACKWARD_ROWS = 128, 128, 4
-BACKWARD_WARPS = 12  # a multiprocessor, whose registers they share: fewer of convolutions wider than 4
-RESIDENT, LEAST_ROWS = 16, 32  # programs a multiprocessor that rows are divided for, and rows of a chunk
+WIDEST_HEAD, PIECES, MOST_ROWS = 256, 3, 2**31 - 2**16  # rows' numbers have 31 bits, and chunks end past the last
+# Columns, values of a warp, rows a turn (half as many of fp32 in forward), and warps a multiprocessor, which share its registers:
+# fewer of convolutions wider than 4. Backward has 4 values a thread for 8: it also holds sums and W - 1 rows of gradients.
+FORWARD_COLUMNS, FORWARD_VALUES, FORWARD_ROWS, FORWARD_WARPS = 256, 256, 8, 12
+BACKWARD_COLUMNS, BACKWARD_VALUES, BACKWARD_ROWS, BACKWARD_WARPS = 128, 128, 4, 14
+LEAST_ROWS = 32  # of a chunk
 
 
 class ConvOptions(NamedTuple):
@@ -97,10 +97,8 @@ def _columns(at, size, HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.conste
     """Return a tile's columns [HEADS, BLOCK] in its piece, and which of them are there."""
     within = tl.arange(0, BLOCK)[None, :]
     columns = at + tl.arange(0, HEADS)[:, None] * HEAD + within
-    if WHOLE:
-        return columns, tl.full([HEADS, BLOCK], True, tl.int1)
-    else:
-        return columns, (columns < size) & (within < HEAD)
+    inside = inside_row(columns, size, WHOLE)
+    return columns, inside if WHOLE else inside & (within < HEAD)
 
 
 @device_function
@@ -131,6 +129,12 @@ def _is_whole(since_ptr, position, row, S, COUNT: tl.constexpr, W: tl.constexpr)
 
 
 @device_function
+def _offset(row, DISTANCE):
+    """Return where a row begins. It can pass 31 bits, which numbers of rows don't."""
+    return (tl.zeros([], tl.int64) + row) * DISTANCE
+
+
+@device_function
 def _more_rows(rows, x_ptr, ROW, row, end, inside, COUNT: tl.constexpr, MASKED: tl.constexpr):
     """Return the rows and COUNT more, the first of which is number `row`; zeros from `end` on."""
     for u in tl.static_range(COUNT):
@@ -144,7 +148,7 @@ def _rows_before(x_ptr, row, inside, ROW: tl.constexpr, W: tl.constexpr):
     rows = ()
     for j in tl.static_range(W - 1):
         at = row - (W - 1) + j
-        rows += (tl.load(x_ptr + at * ROW, mask=inside & (at >= 0), other=0.0),)
+        rows += (tl.load(x_ptr + _offset(at, ROW), mask=inside & (at >= 0), other=0.0),)
     return rows
 
 
@@ -153,9 +157,7 @@ def _convolve(rows, weights, bias, position, AT: tl.constexpr, W: tl.constexpr, 
     """Return p of rows[AT], and its own and the rows before it in fp32, zeros outside of its document."""
     x = rows[AT].to(tl.float32)
     taps = (x,)
-    p = weights[0] * x
-    if bias is not None:
-        p += bias
+    p = weights[0] * x + bias
     for j in tl.static_range(1, W):
         x = rows[AT - j].to(tl.float32)
         if MASKED:
@@ -179,8 +181,8 @@ def _forward_turn(pointers, rows, weights, bias, bounds, inside, eps, SHAPE, COU
     W: tl.constexpr = SHAPE[1]
     SILU: tl.constexpr = SHAPE[2]
     NORMED: tl.constexpr = SHAPE[3]
-    rows = _more_rows(rows, x_ptr + row * ROW, ROW, row, last, inside, COUNT, MASKED)
-    y_ptr += row * SIZE
+    rows = _more_rows(rows, x_ptr + _offset(row, ROW), ROW, row, last, inside, COUNT, MASKED)
+    y_ptr += _offset(row, SIZE)
     for u in tl.static_range(COUNT):
         position = _position(since_ptr, row + u, M, S) if MASKED else 0
         s, _ = _convolve(rows, weights, bias, position, W - 1 + u, W, MASKED)
@@ -231,10 +233,8 @@ def _conv_forward_kernel(
     y_ptr, size, begin, at, bit = _tile(program % TILES, first_ptr, second_ptr, third_ptr, SIZE0, SIZE1, SIZE2, HEADS * HEAD)
     columns, inside = _columns(at, size, HEADS, HEAD, BLOCK, WHOLE)
     weights = _taps(weight_ptr, begin + columns, inside, W)
-    bias = None
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + begin + columns, mask=inside, other=0.0).to(tl.float32)
-    first = (program // TILES).to(tl.int64) * ROWS
+    bias = load_vector(bias_ptr + begin if bias_ptr is not None else None, columns, inside)
+    first = program // TILES * ROWS
     last = tl.minimum(first + ROWS, M)
     x_ptr += begin + columns
     y_ptr += columns
@@ -265,10 +265,10 @@ def _backward_turn(pointers, carried, weights, bias, bounds, inside, eps, SHAPE,
     DX: tl.constexpr = SHAPE[5]
     DW: tl.constexpr = SHAPE[6]
     DB: tl.constexpr = SHAPE[7]
-    rows = _more_rows(rows, x_ptr + row * ROW, ROW, row, M, inside, COUNT, MASKED)
-    dys = _more_rows((), dy_ptr + row * SIZE, SIZE, row, M, inside, COUNT, MASKED)
+    rows = _more_rows(rows, x_ptr + _offset(row, ROW), ROW, row, M, inside, COUNT, MASKED)
+    dys = _more_rows((), dy_ptr + _offset(row, SIZE), SIZE, row, M, inside, COUNT, MASKED)
     if DX:
-        dx_ptr += (row - (W - 1)) * C
+        dx_ptr += _offset(row - (W - 1), C)
     positions = ()
     for i in tl.static_range(COUNT + W - 1):
         positions += (_position(since_ptr, row - (W - 1) + i, M, S) if MASKED else 0,)
@@ -368,17 +368,15 @@ def _conv_backward_kernel(
     dy_ptr, size, begin, at, bit = _tile(program % TILES, first_ptr, second_ptr, third_ptr, SIZE0, SIZE1, SIZE2, HEADS * HEAD)
     columns, inside = _columns(at, size, HEADS, HEAD, BLOCK, WHOLE)
     weights = _taps(weight_ptr, begin + columns, inside, W)
-    bias = None
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + begin + columns, mask=inside, other=0.0).to(tl.float32)
-    strip = (program // TILES).to(tl.int64)
+    bias = load_vector(bias_ptr + begin if bias_ptr is not None else None, columns, inside)
+    strip = program // TILES
     first = strip * ROWS
     last = tl.minimum(first + ROWS, M)
     dy_ptr += columns
     columns += begin
     x_ptr += columns
     dx = dx_ptr + columns if DX else x_ptr  # not None, which Triton's tuples can't hold
-    sums = partial_ptr + strip * WIDTH if WIDTH else x_ptr
+    sums = partial_ptr + _offset(strip, WIDTH) if WIDTH else x_ptr
     pointers, bounds = (x_ptr, since_ptr, dy_ptr, dx, sums), (first, last, M, S, size)
     if (bit & NORMED) != 0:
         _backward_chunk(pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, True, DX, DW, DB), COUNT)
@@ -405,6 +403,7 @@ class ConvTiles(NamedTuple):
     tiles: int  # across x
     num_warps: int
     rows: int  # of a turn
+    resident: int  # programs a multiprocessor
 
     @property
     def block(self) -> int:
@@ -415,25 +414,27 @@ class ConvTiles(NamedTuple):
         return self.block == self.head and not any(size % (self.heads * self.head) for size in options.sizes)
 
 
-def _tiles(options: ConvOptions, columns: int, values: int, rows: int) -> ConvTiles:
+def _tiles(options: ConvOptions, W: int, columns: int, values: int, rows: int, warps: int) -> ConvTiles:
     head = options.head or columns
     heads = max(1, columns // power_of_two(head))
     tiles = sum(ceil_div(size, heads * head) for size in options.sizes)
-    return ConvTiles(heads, head, tiles, max(1, heads * power_of_two(head) // values), rows)
+    num_warps = max(1, heads * power_of_two(head) // values)
+    return ConvTiles(heads, head, tiles, num_warps, rows, max(1, min(warps, 4 * warps // W) // num_warps))
 
 
-def forward_tiles(options: ConvOptions, size: int) -> ConvTiles:
+def forward_tiles(options: ConvOptions, W: int, size: int) -> ConvTiles:
     """`size`: bytes of a value of x."""
-    return _tiles(options, FORWARD_COLUMNS, FORWARD_VALUES, FORWARD_ROWS if size == 2 else FORWARD_ROWS // 2)
+    rows = FORWARD_ROWS if size == 2 else FORWARD_ROWS // 2
+    return _tiles(options, W, FORWARD_COLUMNS, FORWARD_VALUES, rows, FORWARD_WARPS)
 
 
-def backward_tiles(options: ConvOptions) -> ConvTiles:
-    return _tiles(options, BACKWARD_COLUMNS, BACKWARD_VALUES, BACKWARD_ROWS)
+def backward_tiles(options: ConvOptions, W: int) -> ConvTiles:
+    return _tiles(options, W, BACKWARD_COLUMNS, BACKWARD_VALUES, BACKWARD_ROWS, BACKWARD_WARPS)
 
 
 def chunk_rows(M: int, tiles: ConvTiles, device: torch.device) -> int:
     """Return the rows of a chunk, a multiple of a turn's, so that all chunks of all tiles run at the same time."""
-    chunks = max(1, RESIDENT * processors(device) // tiles.tiles)
+    chunks = max(1, tiles.resident * processors(device) // tiles.tiles)
     return ceil_div(max(LEAST_ROWS, ceil_div(M, chunks)), tiles.rows) * tiles.rows
 
 
@@ -441,10 +442,10 @@ def chunk_rows(M: int, tiles: ConvTiles, device: torch.device) -> int:
 def _forward_plan(row: int, W: int, size: int, options: ConvOptions) -> tuple[ConvTiles, Bound]:
     """`row`: from a row of x to the next."""
     silu, eps, *sizes, normed, _ = options
-    tiles = forward_tiles(options, size)
+    tiles = forward_tiles(options, W, size)
     bound: Bound = _conv_forward_kernel.bind(
         eps, row, W, *sizes, normed, silu, tiles.tiles, tiles.heads, tiles.head, tiles.block, tiles.are_whole(options),
-        tiles.rows, num_warps=tiles.num_warps, fused=False,
+        tiles.rows, num_warps=tiles.num_warps, resident=tiles.resident, fused=False,
     )  # fmt: skip
     return tiles, bound
 
@@ -452,11 +453,10 @@ def _forward_plan(row: int, W: int, size: int, options: ConvOptions) -> tuple[Co
 @lru_cache(4096)
 def _backward_plan(row: int, W: int, options: ConvOptions, add: bool) -> tuple[ConvTiles, Bound]:
     silu, eps, *sizes, normed, _ = options
-    tiles = backward_tiles(options)
+    tiles = backward_tiles(options, W)
     bound: Bound = _conv_backward_kernel.bind(
         eps, row, W, *sizes, normed, silu, add, tiles.tiles, tiles.heads, tiles.head, tiles.block, tiles.are_whole(options),
-        tiles.rows, 32, 32, num_warps=tiles.num_warps, fused=False,
-        resident=min(BACKWARD_WARPS, 4 * BACKWARD_WARPS // W) // tiles.num_warps,
+        tiles.rows, 32, 32, num_warps=tiles.num_warps, resident=tiles.resident, fused=False,
     )  # fmt: skip
     return tiles, bound
 
