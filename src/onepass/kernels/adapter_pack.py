@@ -201,7 +201,7 @@ _pack_op = registered(
     lambda tensors, dtype, *flat: _empty(tensors[0], dtype, _shapes(*flat)),
 )
 _unpack_op = registered(
-    f"unpack_adapters(Tensor? da, Tensor? db, str[] dtypes, {_SHAPES}) -> Tensor[]",  # ScalarType[] is numbers before 2.11
+    f"unpack_adapters(Tensor? da, Tensor? db, str[] dtypes, {_SHAPES}) -> Tensor[]",  # to PyTorch 2.9 a ScalarType[] is numbers
     lambda da, db, dtypes, *flat: _unpack(da, db, _types(dtypes), _shapes(*flat)),
     lambda da, db, dtypes, *flat: _unpack_fake(da, db, _types(dtypes), _shapes(*flat)),
 )

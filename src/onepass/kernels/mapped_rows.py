@@ -20,7 +20,7 @@ from onepass.kernels.language import device_function, tl, triton_unsupported
 from onepass.kernels.launch import Bound, Kernel, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, known_align
-from onepass.kernels.token_rows import MOST_EXPERTS, row_blocks
+from onepass.kernels.token_rows import MOST_EXPERTS, row_blocks, row_tile
 from onepass.runtime.op import Registered
 from onepass.runtime.sizes import ceil_div, power_of_two
 
@@ -90,9 +90,7 @@ def _spread_kernel(
     x_ptr, order_ptr, y_ptr, M, S, H, X_ROW, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
     H, X_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN)
-    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
-    tokens, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = (tokens < M)[:, None] & (columns < H)[None, :]
+    tokens, columns, inside = row_tile(M, H, BLOCK_T, BLOCK_H)
     places_ptr, count = _places_of(order_ptr, tokens, M, S)
     x = tl.load(x_ptr + tokens[:, None] * X_ROW + columns[None, :], mask=inside)
     for j in range(0, tl.max(count, 0)):
@@ -105,9 +103,7 @@ def _sum_kernel(
     rows_ptr, order_ptr, y_ptr, M, S, H, ROW, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
     H, ROW = aligned(H, ALIGN), aligned(ROW, ALIGN)
-    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
-    tokens, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = (tokens < M)[:, None] & (columns < H)[None, :]
+    tokens, columns, inside = row_tile(M, H, BLOCK_T, BLOCK_H)
     places_ptr, count = _places_of(order_ptr, tokens, M, S)
     y = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for j in range(0, tl.max(count, 0)):

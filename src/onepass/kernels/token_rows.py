@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onepass.kernels.language import tl, triton_unsupported
+from onepass.kernels.language import device_function, tl, triton_unsupported
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import aligned, known_align
@@ -73,15 +73,22 @@ def _place_kernel(
         tl.store(by_row_ptr + place, tl.load(weights_ptr + items, mask=real), mask=real)
 
 
+@device_function
+def row_tile(M, H, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Return a program's tokens and columns, and which of these are there."""
+    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
+    tokens, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = (tokens < M)[:, None] & (columns < H)[None, :]
+    return tokens, columns, inside
+
+
 @kernel
 def _sum_kernel(
     x_ptr, places_ptr, start_ptr, y_ptr, M, H, X_ROW, START_ROW,
     K: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     H, X_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN)
-    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
-    tokens, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = (tokens < M)[:, None] & (columns < H)[None, :]
+    tokens, columns, inside = row_tile(M, H, BLOCK_T, BLOCK_H)
     y = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     if start_ptr is not None:
         START_ROW = aligned(START_ROW, ALIGN)
@@ -98,9 +105,7 @@ def _spread_kernel(
     x_ptr, places_ptr, y_ptr, M, H, X_ROW, K: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
     H, X_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN)
-    block = tl.program_id(1).to(tl.int64) + 65535 * tl.program_id(2)
-    tokens, columns = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = (tokens < M)[:, None] & (columns < H)[None, :]
+    tokens, columns, inside = row_tile(M, H, BLOCK_T, BLOCK_H)
     x = tl.load(x_ptr + tokens[:, None] * X_ROW + columns[None, :], mask=inside)
     for j in tl.static_range(K):
         place = tl.load(places_ptr + tokens * K + j, mask=tokens < M, other=-1).to(tl.int64)[:, None]

@@ -102,37 +102,26 @@ def gather_tokens(
 # ---- the same of tokens with numbers of rows of their own (kernels/mapped_rows.py) ----
 
 
-class _ScatterTokensByMap(torch.autograd.Function):
+class _MoveByMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, spread: bool) -> Tensor:
+        ctx.spread = spread
         ctx.save_for_backward(order)
-        return spread_by_map(x, order)  # type: ignore[no-any-return]
+        return (spread_by_map if spread else sum_by_map)(x, order)  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_by_map(dy, *ctx.saved_tensors), None
-
-
-class _GatherTokensByMap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return sum_by_map(x, order)  # type: ignore[no-any-return]
-
-    @staticmethod
-    @not_twice_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return spread_by_map(dy, *ctx.saved_tensors), None
+        return (sum_by_map if ctx.spread else spread_by_map)(dy, *ctx.saved_tensors), None, None
 
 
 def scatter_tokens_by_map(x: Tensor, order: Tensor) -> Tensor:
     """Copy each token's row [T, H] to its places, [S, H]."""
-    y: Tensor = _ScatterTokensByMap.apply(x, order)
+    y: Tensor = _MoveByMap.apply(x, order, True)
     return y
 
 
 def gather_tokens_by_map(x: Tensor, order: Tensor) -> Tensor:
     """Sum the rows [S, H] at each token's places to [T, H]."""
-    y: Tensor = _GatherTokensByMap.apply(x, order)
+    y: Tensor = _MoveByMap.apply(x, order, False)
     return y
