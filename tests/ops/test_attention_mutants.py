@@ -7,8 +7,9 @@ from ops.attention_oracle import judge_case, small_cases
 from ops.mutants import mutant_tests
 
 pytest.importorskip("triton")
-from onepass.ops.attention import arguments, backward, documents, formula, forward, grouped, layout, scores
+from onepass.ops.attention import arguments, backward, formula, forward, grouped, layout, scores
 from onepass.ops.attention import document_kernels as kernels
+from onepass.runtime import documents
 
 module = importlib.import_module("onepass.ops.attention.attention")
 

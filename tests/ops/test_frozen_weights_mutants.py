@@ -4,8 +4,10 @@ import torch
 from ops.frozen_calls import BF16, FP32, decoded, four_bits, numbers
 from ops.mutants import mutants_of
 
+import onepass
 from onepass.product.frozen import four_bits as four
 from onepass.product.frozen import fp8, joined, taken, weight
+from onepass.testing.mutants import copy_package
 
 N, K = 48, 70
 MUTANTS = {
@@ -97,3 +99,10 @@ def keeps_bits(module):
 
 
 test_a_mutant_of_kept_codes_is_found, test_kept_codes_without_a_change_pass = mutants_of(fp8, FP8_MUTANTS, keeps_bits)
+
+
+def test_a_copy_of_the_package_leaves_what_torch_load_takes():
+    """Of two classes of one name it would take either."""
+    before = set(torch.serialization.get_safe_globals())
+    assert copy_package(onepass).freeze_weight is not onepass.freeze_weight
+    assert set(torch.serialization.get_safe_globals()) == before

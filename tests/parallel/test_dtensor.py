@@ -270,6 +270,7 @@ def test_modules(group):
     ids = torch.randint(30, (2, 5))
     made = {
         nn.BiasActivation(16): [x],
+        nn.CausalConv1d(16): [x],
         nn.ColumnParallelLinear(16, 8): [x],
         nn.Experts(16, 8, 4): [x, (torch.rand(2, 5, 2), torch.randint(4, (2, 5, 2)))],
         nn.GatedRMSNorm(16): [x, teacher],

@@ -28,6 +28,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
+
 from onepass.runtime import dispatch
 
 _numbers = itertools.count()
@@ -112,6 +114,7 @@ def _import_again(entry: ModuleType, sources: dict[str, str]) -> ModuleType:
         files[name] = Path(_folder.name) / f"{name.replace('.', '_')}_{number}.py"
         files[name].write_text(source)
     real = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
+    safe = get_safe_globals()
     finder = _Substitutes(files)
     sys.meta_path.insert(0, finder)
     if entry.__name__ != "onepass" and "onepass" not in sources:  # only what the entry imports, a third of all
@@ -131,3 +134,5 @@ def _import_again(entry: ModuleType, sources: dict[str, str]) -> ModuleType:
         for name in [name for name in sys.modules if _ours(name)]:
             del sys.modules[name]
         sys.modules.update(real)
+        clear_safe_globals()  # torch.load would take a copy's classes for those of their names
+        add_safe_globals(safe)
