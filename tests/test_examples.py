@@ -109,7 +109,10 @@ def test_a_way_that_computes_something_else_is_no_way(monkeypatch):
 @pytest.mark.parametrize("small", [False, True])
 def test_a_page_is_written(figures, on_gpu, small, tmp_path):
     found, profiles = figures
-    found = found | {"on_gpu": on_gpu, "small": small}
+    ways = {  # as if tanh took longest: what takes least is not listed, and a busy machine chooses that
+        name: way | {"ran": sorted(way["ran"], key=lambda each: each[0] != "aten::tanh")} for name, way in found["ways"].items()
+    }
+    found = found | {"on_gpu": on_gpu, "small": small, "ways": ways}
     if on_gpu:
         found["ways"] = {name: way | {"launches": 3.0} for name, way in found["ways"].items()}
     page, results = tmp_path / "docs" / "page.md", tmp_path / "results"
