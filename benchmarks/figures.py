@@ -543,11 +543,12 @@ def step_headline(title, path, peer=PLAIN):
     return headline_line(f"{title} ({short(results['gpu'])})", "ms", 1, ours, plain, ".1f")
 
 
-def huggingface_headline(title, path, case):
+def huggingface_headline(title, path, case, beside="eager"):
+    """`beside`: a peer whose time stands in brackets."""
     rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case and row["status"] == "ok"]
     found = {row["contender"]: (row["contender"], row["ms"], row["peak_gib"]) for row in rows}
     name, *measured = min((each for name, each in found.items() if not name.startswith("onepass")), key=lambda each: each[1])
-    peer = f"{name} (eager: {found['eager'][1]:.1f})", *measured
+    peer = f"{name} ({beside}: {found[beside][1]:.1f})", *measured
     return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
 
 
@@ -606,6 +607,12 @@ def headline(folder, others=()):
         step_headline("The same, deterministic on both sides", steps / "gpt_1B.json"),
         huggingface_headline(
             "Training step, Llama 1B, Hugging Face, 4 x 4096 tokens", scripts / "huggingface.json", "llama_1b 4x4096"
+        ),
+        huggingface_headline(
+            "Training step, Llama 8B, Hugging Face, LoRA of rank 16, 2 x 2048 tokens",
+            scripts / "lora.json",
+            "lora_8b 2x2048",
+            beside="Liger",
         ),
         loss_headline(
             "`linear_cross_entropy`, 8192 x 4096 x 128256", scripts / "linear_cross_entropy.json", "8192 x 4096 x 128256"
@@ -774,7 +781,7 @@ def all_figures(folder=RESULTS):
         PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
         FP8: fp8_tables(folder.parent),
-        LORA: huggingface_table(folder.parent / "h100" / "scripts" / "lora.json", but=None),
+        LORA: "\n\n".join(huggingface_table(each / "lora.json", but=None) for each in every if (each / "lora.json").exists()),
     }
 
 

@@ -53,6 +53,9 @@ def test_the_headline_sets_onepass_beside_the_fastest_peer(tmp_path):
     path.write_text(json.dumps({"rows": rows}))
     made = figures.huggingface_headline("step", path, "a")
     assert made == "| step | 10.0 ms | 15.0 ms, Liger (eager: 30.0) | **1.50 x** | 1.0 / 1.0 |"
+    path.write_text(json.dumps({"rows": [*rows[1:], rows[1] | {"contender": "torch.compile", "ms": 12.0}]}))
+    made = figures.huggingface_headline("step", path, "a", beside="Liger")
+    assert made == "| step | 10.0 ms | 12.0 ms, torch.compile (Liger: 15.0) | **1.20 x** | 1.0 / 1.0 |"
 
 
 def test_an_op_without_results_has_a_row_without_figures(kept, tmp_path):
