@@ -203,7 +203,7 @@ def test_what_pytorch_has_no_product_for_says_so(monkeypatch):
     class Gpu:
         major, minor = 9, 0
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu)
+    monkeypatch.setattr(grouped_product, "compute_capability", lambda device: (Gpu.major, Gpu.minor))
     if hasattr(F, "scaled_grouped_mm"):
         assert unfit((8, N, K), BF16, cuda) is None
         monkeypatch.setattr(grouped_product, "_SCALED_LEAST", K + 1)

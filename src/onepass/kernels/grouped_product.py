@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.runtime.op import Registered
+from onepass.runtime.sizes import compute_capability
 
 _ALIGNED = 8  # 16-bit numbers: PyTorch's product takes rows that start at multiples of 16 bytes
 _SCALED_CAPABILITY = 9, 0  # PyTorch's kernel is Hopper's alone, though it lets 10.0 call it
@@ -43,7 +44,7 @@ def torch_can_group(x: Tensor, weight: Tensor) -> bool:
         and x.dtype is torch.bfloat16
         and weight.shape[1] % _ALIGNED == 0
         and weight.shape[2] % _ALIGNED == 0
-        and torch.cuda.get_device_properties(x.device).major >= 8  # get_device_capability breaks a compiled graph
+        and compute_capability(x.device) >= (8, 0)
     )
 
 
@@ -90,9 +91,9 @@ def unfit_for_scaled_groups(shape: Sequence[int], dtype: torch.dtype, device: to
         return None
     if not hasattr(F, "scaled_grouped_mm"):
         return f"PyTorch {torch.__version__} has no grouped product in eight bits"
-    gpu = torch.cuda.get_device_properties(device)  # get_device_capability breaks a compiled graph
-    if (gpu.major, gpu.minor) != _SCALED_CAPABILITY:
-        return f"PyTorch's grouped product in eight bits needs compute capability 9.0, but the GPU has {gpu.major}.{gpu.minor}"
+    found = compute_capability(device)
+    if found != _SCALED_CAPABILITY:
+        return f"PyTorch's grouped product in eight bits needs compute capability 9.0, but the GPU has {found[0]}.{found[1]}"
     if dtype is not torch.bfloat16:
         return f"PyTorch's grouped product in eight bits returns bf16, but the product's type is {dtype}"
     if groups >= _SCALED_GROUPS:

@@ -28,6 +28,7 @@ from onepass.gradients.main_grad import (
     placeholder,
     vector_gradient,
 )
+from onepass.gradients.releasable_storage import is_first_write, mark_written
 from onepass.gradients.written_names import WrittenNames, names_written, note_written
 from onepass.kernels.fp8_cast import cast_columns, cast_rows
 from onepass.kernels.grouped_product import (
@@ -39,6 +40,7 @@ from onepass.kernels.grouped_product import (
     unfit_for_scaled_groups,
 )
 from onepass.kernels.low_rank import NO_DROPOUT, lora_expand, lora_gradient, lora_shrink
+from onepass.kernels.quack_product import add_by_quack, quack_adds
 from onepass.product.fp8.rows import FP8Rows
 from onepass.product.lora import LoRA
 from onepass.product.prologue import Inputs, Keep, Kept, Needs, early_saves, save, saved
@@ -111,6 +113,16 @@ def grouped_weight_gradient(
     `name`: what errors call the weight.
     """
     if dy.shape[0] and torch_can_group(dy, weight):  # PyTorch's refuses no rows
+        if main_grad is not None and not torch.compiler.is_compiling() and quack_adds(dy, main_grad):
+            place = accumulation_target(weight, main_grad, request)
+            if place is not None:
+                grad = placeholder(weight, request)
+                first_write = is_first_write(place)
+                add_by_quack(place, dy, x, ends, keep=not first_write)
+                if first_write:
+                    mark_written(place)
+                mark_added(weight)
+                return grad
         return vector_gradient(F.grouped_mm(dy.mT, x, offs=ends), weight, main_grad, request)
     if torch.compiler.is_compiling():  # whether main_grad was written in this step is not known when a graph is traced
         return vector_gradient(gradient_by_group(dy, x, ends), weight, main_grad, request)

@@ -28,6 +28,19 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; (0, 0) elsewhere."""
+    return (_compute_capability.__wrapped__ if torch.compiler.is_compiling() else _compute_capability)(device)
+
+
+@lru_cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    gpu = torch.cuda.get_device_properties(device)  # get_device_capability breaks a compiled graph
+    return gpu.major, gpu.minor
+
+
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program of a GPU may have; elsewhere those of a Hopper GPU."""

@@ -8,7 +8,7 @@ Rows     are sorted by expert (kernels/token_rows.py). Up's product gathers them
          one pass sums by token. Nothing is read by the host, and nothing is atomic: the same bits in each call.
 Saves    x, the order, and up's result; recompute=True: x and the order.
 Products PyTorch's grouped ones on GPUs in bf16, elsewhere a loop over experts, which waits for a GPU. The weights' gradients are
-         rounded once before they are added to main_grad (ops/linear/grouped.py).
+         rounded once before they are added to main_grad, or added as they are stored where QuACK takes them (product/grouped.py).
 LoRA     of an expert is that of its rows (product/grouped.py). Nothing of the weights' size is made.
 Bytes    of M rows: x's gathered twice, up's result written and read three times, the activation's written twice and read twice,
          down's written and read, and as much again of gradients; a bias reads and writes its rows once more.
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from onepass.gradients.written_names import WrittenNames
+from onepass.kernels.quack_product import quack_adds
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula, check_options
 from onepass.ops.activation.grouped import multiply_activated_rows
@@ -85,7 +86,9 @@ def variant(call: Call) -> str:
     E, k = call.up.shape[0], call.chosen.shape[-1]
     products = "grouped products" if recipe_of(call.precision) is None else "grouped products in eight bits where they gain"
     kept = "x and the order of rows" if call.recompute else "x, the order of rows and up's result"
-    return f"rows of {k} of {E} experts a token, sorted by expert; two {products} forward, four backward; keeps {kept}"
+    main_grad = getattr(call.up, "main_grad", None)
+    into = ", weights' into main_grad by QuACK" if main_grad is not None and quack_adds(call.x, main_grad) else ""
+    return f"rows of {k} of {E} experts a token, sorted by expert; two {products} forward, four backward{into}; keeps {kept}"
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -3,8 +3,8 @@
 Formula  y[rows of e] = x[rows of e] @ weight[e].T, for every expert e.
 Shapes   x [M, K], weight [E, N, K], y [M, N]; ends [E] int32: where each expert's rows end. An expert may have none.
 Saves    x and the weight.
-Numbers  the weight's gradient has fp32 sums. PyTorch's grouped product rounds it once before it is added to main_grad; the loop
-         over experts adds each product to main_grad directly.
+Numbers  the weight's gradient has fp32 sums. PyTorch's grouped product rounds it once before it is added to main_grad; QuACK's
+         and the loop over experts add each product to main_grad directly.
 Eight bits: product/grouped.py. Forward and backward cast rows, 3 bytes a number of 16-bit x and dy.
 """
 

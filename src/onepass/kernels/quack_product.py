@@ -1,0 +1,77 @@
+"""QuACK's grouped product a[rows of g].T @ b[rows of g], where it is installed and was measured to be faster.
+
+It adds to an fp32 main_grad as it stores, where PyTorch's returns 16 bits that a pass of its own adds. Its wheel compiles a
+kernel of each kind at the first call, in two seconds. Each tile is one program's, so sums have one order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from importlib import import_module, metadata
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.runtime.sizes import compute_capability
+
+_MODULE = "quack.gemm_interface"
+_WARN = r"(cutlass|quack)\b"  # modules that warn of each other
+_PARAMETERS = {
+    "gemm": {"A", "B", "out", "cu_seqlens_k", "tuned"},
+    "gemm_add_inplace": {"A", "B", "out", "cu_seqlens_k", "tuned"},
+}
+_ALIGNED = 16  # bytes
+_LEAST = 1 << 26  # numbers of main_grad: that saves 130 us of memory's time, where QuACK's call takes the CPU 200 us more
+_CAPABILITY = 9, 0  # what it was measured on
+
+
+class QuackFunctions(NamedTuple):
+    write: Any
+    add: Any
+
+
+@lru_cache(1)
+def quack_functions() -> QuackFunctions | str:
+    """Return QuACK's functions, or why there are none. Imports the package, which takes seconds."""
+    try:
+        version = metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return "QuACK is not installed (pip install quack-kernels)"
+    warnings.filterwarnings("ignore", module=_WARN)
+    try:
+        module = import_module(_MODULE)
+    except Exception as error:  # it loads compiled libraries of other packages
+        return f"QuACK {version} can't be imported: {type(error).__name__}: {error}"
+    for name, needed in _PARAMETERS.items():
+        function = getattr(module, name, None)
+        missing = needed - set(signature(function).parameters) if callable(function) else {"the function itself"}
+        if missing:
+            return f"{_MODULE}.{name} of QuACK {version} lacks {', '.join(sorted(missing))}"
+    return QuackFunctions(*(getattr(module, name) for name in _PARAMETERS))
+
+
+def quack_adds(a: Tensor, main_grad: Tensor) -> bool:
+    """Whether QuACK's product may add to main_grad [G, N, K]: in fp32, on a GPU for which it was measured."""
+    return (
+        a.is_cuda
+        and a.dtype is torch.bfloat16
+        and main_grad.dtype is torch.float32
+        and main_grad.numel() >= _LEAST
+        and main_grad.is_contiguous()
+        and main_grad.data_ptr() % _ALIGNED == 0
+        and compute_capability(a.device) == _CAPABILITY
+        and not isinstance(quack_functions(), str)
+    )
+
+
+def add_by_quack(main_grad: Tensor, a: Tensor, b: Tensor, ends: Tensor, keep: bool) -> None:
+    """Add a[rows of g].T @ b[rows of g] to main_grad[g], or write it there. `ends` [G] int32: where each group's rows end."""
+    functions = quack_functions()
+    assert not isinstance(functions, str)
+    call = functions.add if keep else functions.write
+    with torch.cuda.device_of(a):
+        call(a.t(), b, out=main_grad, cu_seqlens_k=F.pad(ends, (1, 0)), tuned=False)

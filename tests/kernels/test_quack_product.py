@@ -1,0 +1,137 @@
+"""QuACK's grouped product, by a stand-in: when it is taken, and what main_grad, flags and errors are then."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onepass.gradients import releasable_storage
+from onepass.kernels import quack_product
+from onepass.ops.linear.grouped import grouped_linear
+from onepass.parallel import MainGrads
+from onepass.product import grouped
+
+BF16 = torch.bfloat16
+SIZES, N, K = (5, 0, 9, 2), 16, 24
+
+
+def by_groups(A, B, out, cu_seqlens_k, tuned, keep):
+    assert tuned is False
+    for g, (start, end) in enumerate(zip(cu_seqlens_k[:-1].tolist(), cu_seqlens_k[1:].tolist(), strict=True)):
+        product = A[:, start:end].float() @ B[start:end].float()
+        out[g] = out[g] + product if keep else product
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A stand-in for QuACK and for PyTorch's product on a CPU. Return its calls: whether each added."""
+    made = []
+
+    def function(keep):
+        def call(A, B, out, cu_seqlens_k, tuned):
+            made.append(keep)
+            by_groups(A, B, out, cu_seqlens_k, tuned, keep)
+
+        return call
+
+    functions = quack_product.QuackFunctions(function(False), function(True))
+    monkeypatch.setattr(quack_product, "quack_functions", lambda: functions)
+    monkeypatch.setattr(grouped, "torch_can_group", lambda *_: True)
+    monkeypatch.setattr(grouped, "quack_adds", lambda a, main_grad: main_grad.dtype is torch.float32)
+    return made
+
+
+def drawn():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(SIZES), K, generator=generator).to(BF16)
+    weight = torch.nn.Parameter(torch.randn(len(SIZES), N, K, generator=generator).to(BF16))
+    return x, weight, torch.tensor(SIZES).cumsum(0, dtype=torch.int32), torch.randn(sum(SIZES), N, generator=generator).to(BF16)
+
+
+def expected(x, dy, ends):
+    out = torch.full((len(SIZES), N, K), torch.nan)
+    by_groups(dy.t(), x, out, F.pad(ends, (1, 0)), False, False)
+    return out
+
+
+def test_it_adds_to_main_grad_and_sets_the_flag(calls):
+    x, weight, ends, dy = drawn()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
+    grouped_linear(x, weight, ends).backward(dy)
+    assert calls == [True] and weight.grad_added_to_main_grad and not weight.grad.any()
+    assert weight.main_grad.equal(1 + expected(x, dy, ends))
+
+
+def test_a_step_s_first_gradient_is_written_and_the_next_added(calls, monkeypatch):
+    monkeypatch.setattr(releasable_storage, "_LARGE", 0)
+    x, weight, ends, dy = drawn()
+    model = torch.nn.Module()
+    model.weight = weight
+    main_grads = MainGrads(model, release=True)
+    releasable_storage.buffer_of(weight.main_grad).release()
+    with main_grads.accumulate():
+        grouped_linear(x, weight, ends).backward(dy)
+    grouped_linear(x, weight, ends).backward(dy)
+    torch.testing.assert_close(weight.main_grad, 2 * expected(x, dy, ends))
+    assert calls == [False, True]
+
+
+def test_who_asks_for_the_gradient_itself_gets_pytorch_s(calls):
+    x, weight, ends, dy = drawn()
+    weight.main_grad = torch.zeros(weight.shape)
+    (grad,) = torch.autograd.grad(grouped_linear(x, weight, ends), weight, dy)
+    assert not calls and not weight.main_grad.any() and grad.dtype is BF16
+    weight.main_grad = torch.zeros(weight.shape, dtype=BF16)
+    grouped_linear(x, weight, ends).backward(dy)
+    assert not calls and weight.main_grad.any()
+
+
+def test_an_error_names_what_was_written(calls, monkeypatch):
+    """Memory that ends in the middle: main_grad is not marked as added to."""
+    x, weight, ends, dy = drawn()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(quack_product, "quack_functions", lambda: quack_product.QuackFunctions(fails, fails))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        grouped_linear(x, weight, ends).backward(dy)
+    assert not weight.grad_added_to_main_grad
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    look, names = quack_product.quack_functions.__wrapped__, {"gemm": lambda A, B, out, cu_seqlens_k, tuned: None}
+    monkeypatch.setattr(quack_product.metadata, "version", lambda name: "9.9")
+    monkeypatch.setattr(quack_product, "import_module", lambda name: types.SimpleNamespace(**names))
+    assert look() == "quack.gemm_interface.gemm_add_inplace of QuACK 9.9 lacks the function itself"
+    names["gemm_add_inplace"] = lambda A, B, out, tuned: None
+    assert look() == "quack.gemm_interface.gemm_add_inplace of QuACK 9.9 lacks cu_seqlens_k"
+    names["gemm_add_inplace"] = names["gemm"]
+    assert look() == (names["gemm"], names["gemm"])
+
+    def broken(name):
+        raise OSError("libcute is missing")
+
+    monkeypatch.setattr(quack_product, "import_module", broken)
+    assert look() == "QuACK 9.9 can't be imported: OSError: libcute is missing"
+
+
+def test_it_is_taken_on_hopper_for_large_fp32_alone(monkeypatch):
+    monkeypatch.setattr(quack_product, "_LEAST", 128)
+    monkeypatch.setattr(quack_product, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quack_product, "quack_functions", lambda: quack_product.QuackFunctions(None, None))
+    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=BF16, device=torch.device("cuda"))
+    main_grad = torch.zeros(2, 8, 8)
+    assert quack_product.quack_adds(on_gpu, main_grad)
+    assert not quack_product.quack_adds(torch.zeros(3, 8, dtype=BF16), main_grad)
+    assert not quack_product.quack_adds(on_gpu, main_grad.to(BF16))
+    assert not quack_product.quack_adds(on_gpu, main_grad.mT)
+    assert not quack_product.quack_adds(on_gpu, main_grad[:1])
+    assert not quack_product.quack_adds(on_gpu, torch.zeros(129)[1:].view(2, 8, 8))
+    monkeypatch.setattr(quack_product, "quack_functions", lambda: "QuACK is not installed")
+    assert not quack_product.quack_adds(on_gpu, main_grad)
+    monkeypatch.setattr(quack_product, "quack_functions", lambda: quack_product.QuackFunctions(None, None))
+    monkeypatch.setattr(quack_product, "compute_capability", lambda device: (10, 0))
+    assert not quack_product.quack_adds(on_gpu, main_grad)
