@@ -49,7 +49,8 @@ def own(rows):
 
 
 def peers_of(rows):
-    return [row for row in rows if not row["ours"] and row["contender"] != "copy" and row["status"] == "ok"]
+    others = [row for row in rows if not row["ours"] and row["contender"] != "copy" and row["status"] == "ok"]
+    return [row for row in others if not row.get("floor") or row["contender"] == row["reference"]]
 
 
 def by_case(rows):

@@ -28,15 +28,24 @@ class _Fused:
         return made(experts, given("swiglu")[0], "eager")(x, up, down, chosen.long(), weights)  # type: ignore[return-value]
 
 
+def _gemm(A: Tensor, B: Tensor, *, tuned: bool, cu_seqlens_m: Tensor | None = None, cu_seqlens_k: Tensor | None = None) -> Tensor:
+    """As QuACK's: boundaries begin with 0, and those of the summed rows are named otherwise."""
+    starts = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
+    assert starts is not None and not tuned and starts[0] == 0 and (A.ndim == B.ndim == 2) == (cu_seqlens_m is None)
+    return torch.nn.functional.grouped_mm(A, B, offs=starts[1:])
+
+
 @pytest.mark.parametrize("variant", ["swiglu", "swiglu main_grad", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_contender_is_called_rightly(variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    stand_in(monkeypatch, {"liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": _Fused}})
+    stand_in(
+        monkeypatch, {"liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": _Fused}, "quack.gemm_interface": {"gemm": _gemm}}
+    )
     monkeypatch.setattr(experts, "needs_gpu", lambda: None)
     case, inputs = given(variant, dtype)
     names = [contender.name for contender in experts.BENCH.contenders(case) if contender.lacks]
-    assert names == ["products"] * (dtype is torch.float32) + ["Liger"] * (variant == "gpt-oss")
+    assert names == ["products", "products by QuACK"] * (dtype is torch.float32) + ["Liger"] * (variant == "gpt-oss")
     check_contenders(experts, case, inputs)
 
 
@@ -64,8 +73,9 @@ def test_another_option_is_wrong(variant: str, options: dict[str, Any]) -> None:
         assert "y" in wrong(experts, case, inputs, partial(onepass.experts, **options))
 
 
+@pytest.mark.parametrize("name", ["products", "products by QuACK"])
 @pytest.mark.parametrize("variant", ["swiglu", "gpt-oss"])
-def test_the_floor_has_six_products_of_the_experts_sizes(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_floor_has_six_products_of_the_experts_sizes(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if peers.since_torch("2.10", torch.nn.functional, "grouped_mm"):
         pytest.skip("PyTorch has no grouped product")
     case, inputs = given(variant)
@@ -79,7 +89,8 @@ def test_the_floor_has_six_products_of_the_experts_sizes(variant: str, monkeypat
         return y
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
-    y = made(experts, case, "products")(*inputs.tensors.values())
+    stand_in(monkeypatch, {"quack.gemm_interface": {"gemm": _gemm}})
+    y = made(experts, case, name)(*inputs.tensors.values())
     grads = torch.autograd.grad(y, [inputs.tensors[name] for name in ("x", "up", "down", "weights")], inputs.grads["y"])
     rows = tokens * k
     in_order = [(rows, 2 * inner), (rows, hidden), (rows, inner), (rows, hidden)]

@@ -10,15 +10,17 @@ Variants  "main_grad": the weights' gradients go to an fp32 main_grad, by .backw
           interleaved gates, and weights whose input features come first.
 Peers     eager: the loop over experts of transformers' models. grouped_mm: transformers' `experts_implementation="grouped_mm"`;
           torch.compile: the same, compiled. With main_grad a hook adds their .grad to it.
+          products by QuACK: the same six by its grouped product, in its default configuration. Ours uses it for large main_grads.
           Liger: without tuning, which compiles each kernel a dozen times and more (LIGER_FUSED_MOE_AUTOTUNE=1 tunes).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -177,42 +179,64 @@ def _liger(case: BenchCase) -> Call:
     return lambda x, up, down, chosen, weights: function(x, up, down, chosen.int(), weights)
 
 
+class _Products(NamedTuple):
+    """Grouped products of rows a: with b [E, K, N], and with rows b of the same experts."""
+
+    rows: Callable[[Tensor, Tensor, Tensor], Tensor]  # the third is where each expert's rows end
+    weights: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _by_pytorch() -> _Products:
+    return _Products(lambda a, b, ends: F.grouped_mm(a, b, offs=ends), lambda a, b, ends: F.grouped_mm(a.mT, b, offs=ends))
+
+
+def _by_quack() -> _Products:
+    gemm = partial(imported("quack.gemm_interface", "gemm"), tuned=False)
+    return _Products(
+        lambda a, b, ends: gemm(a, b, cu_seqlens_m=F.pad(ends, (1, 0))),
+        lambda a, b, ends: gemm(a.mT, b, cu_seqlens_k=F.pad(ends, (1, 0))),
+    )
+
+
 class _GroupedProducts(torch.autograd.Function):
     """The six products of a call, of rows that stand in for those of the experts."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Any, transposed: bool, x: Tensor, up: Tensor, down: Tensor, *others: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, products: _Products, rows: Any, transposed: bool, x: Tensor, up: Tensor, down: Tensor, *others: Tensor
+    ) -> Tensor:
         """`rows`: of x or dy, of the activation, of its input, and where each expert's end. `others` get gradients too."""
         ctx.save_for_backward(up, down, *others)
-        ctx.rows, ctx.transposed, ctx.gathers = rows, transposed, hasattr(up, "main_grad")
+        ctx.products, ctx.rows, ctx.transposed, ctx.gathers = products, rows, transposed, hasattr(up, "main_grad")
         of_x, of_a, _, ends = rows
-        F.grouped_mm(of_x, up if transposed else up.mT, offs=ends)
-        F.grouped_mm(of_a, down if transposed else down.mT, offs=ends)
+        products.rows(of_x, up if transposed else up.mT, ends)
+        products.rows(of_a, down if transposed else down.mT, ends)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (up, down, *others), (of_x, of_a, of_h, ends) = ctx.saved_tensors, ctx.rows
-        F.grouped_mm(of_x, down.mT if ctx.transposed else down, offs=ends)
-        F.grouped_mm(of_h, up.mT if ctx.transposed else up, offs=ends)
+        products, (up, down, *others), (of_x, of_a, of_h, ends) = ctx.products, ctx.saved_tensors, ctx.rows
+        products.rows(of_x, down.mT if ctx.transposed else down, ends)
+        products.rows(of_h, up.mT if ctx.transposed else up, ends)
         pairs = ((of_h, of_x), (of_x, of_a))
-        dup, ddown = (F.grouped_mm(*((b.mT, a) if ctx.transposed else (a.mT, b)), offs=ends) for a, b in pairs)
+        dup, ddown = (products.weights(*((b, a) if ctx.transposed else (a, b)), ends) for a, b in pairs)
         # with a main_grad the floor has the products, without the addition
         of_weights = (None, None) if ctx.gathers else (dup, ddown)
-        return None, None, torch.empty_like(dy), *of_weights, *(torch.empty_like(t) for t in others)
+        return None, None, None, torch.empty_like(dy), *of_weights, *(torch.empty_like(t) for t in others)
 
 
-def _products(case: BenchCase) -> Call:
+def _products(case: BenchCase, by: Callable[[], _Products] = _by_pytorch) -> Call:
     def stand_ins(x: Tensor, up: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
         _, hidden, count, inner, _ = case.shape
         ends = chosen.flatten().bincount(minlength=count).cumsum(0).int()
         widths = (hidden, inner, 2 * inner)
         return *(torch.randn(chosen.numel(), n, device=x.device, dtype=x.dtype) for n in widths), ends
 
-    made = once(stand_ins)
+    made, products = once(stand_ins), by()
 
     def call(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, *biases: Tensor) -> Tensor:
-        y: Tensor = _GroupedProducts.apply(made(x, up, chosen), _is_gpt_oss(case), x, up, down, weights, *biases)  # type: ignore[no-untyped-call]
+        rows = made(x, up, chosen)
+        y: Tensor = _GroupedProducts.apply(products, rows, _is_gpt_oss(case), x, up, down, weights, *biases)  # type: ignore[no-untyped-call]
         return y
 
     return call
@@ -225,6 +249,13 @@ def _peers(case: BenchCase) -> list[Contender]:
     return [
         Contender("onepass recompute", lambda case: recomputed, ours=True),
         Contender("products", _products, floor=True, lacks=no_groups),
+        Contender(
+            "products by QuACK",
+            partial(_products, by=_by_quack),
+            package="QuACK",
+            floor=True,
+            lacks=needs_gpu() if case.dtype == torch.bfloat16 else "called for bf16 only",
+        ),
         Contender("eager", as_written(_eager)),
         Contender("grouped_mm", as_written(_grouped_mm), package="transformers"),
         Contender("torch.compile", lambda case: _grouped_mm(case, compiled), package="transformers", compiles=True),
