@@ -87,16 +87,26 @@ def test_who_asks_for_the_gradient_itself_gets_pytorch_s(calls):
     assert not calls and weight.main_grad.any()
 
 
-def test_an_error_names_what_was_written(calls, monkeypatch):
-    """Memory that ends in the middle: main_grad is not marked as added to."""
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError, "^no memory"),
+        (
+            ImportError("libcute"),
+            RuntimeError,
+            "failed: ImportError: libcute\nrepair the installation of quack-kernels",
+        ),
+    ],
+)
+def test_a_product_that_fails_says_so_and_marks_nothing(calls, monkeypatch, error, raised, said):
     x, weight, ends, dy = drawn()
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
 
     def fails(*_, **__):
-        raise torch.OutOfMemoryError("no memory")
+        raise error
 
     monkeypatch.setattr(quack_product, "quack_functions", lambda: quack_product.QuackFunctions(fails, fails))
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+    with pytest.raises(raised, match=said):
         grouped_linear(x, weight, ends).backward(dy)
     assert not weight.grad_added_to_main_grad
 

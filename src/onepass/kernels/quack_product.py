@@ -74,4 +74,13 @@ def add_by_quack(main_grad: Tensor, a: Tensor, b: Tensor, ends: Tensor, keep: bo
     assert not isinstance(functions, str)
     call = functions.add if keep else functions.write
     with torch.cuda.device_of(a):
-        call(a.t(), b, out=main_grad, cu_seqlens_k=F.pad(ends, (1, 0)), tuned=False)
+        boundaries = F.pad(ends, (1, 0))
+        try:
+            call(a.t(), b, out=main_grad, cu_seqlens_k=boundaries, tuned=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # its compiler, or a library that it loads at the first call
+            raise RuntimeError(
+                f"QuACK's grouped product failed: {type(error).__name__}: {error}\n"
+                "repair the installation of quack-kernels, or uninstall it: PyTorch's product is taken where it is missing"
+            ) from error
