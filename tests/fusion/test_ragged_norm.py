@@ -91,6 +91,27 @@ def test_the_same_every_time(backend):
         assert all(equal(both(case, *given), first) for _ in range(2))
 
 
+@needs_triton
+@pytest.mark.skipif(DEVICE != "cpu", reason="GPUs have no bounds to tell")
+def test_other_tensors_at_the_same_addresses():
+    """The interpreter asks which tensors a kernel may reach, also where a table of addresses is known."""
+    case = Case(lead=(21,))
+    given = draw(case)
+    memory = [[bytearray(t.numel() * t.element_size()) for t in group] for group in given]
+
+    def anew():
+        made = []
+        for group, places in zip(given, memory, strict=True):
+            made.append([torch.frombuffer(place, dtype=t.dtype).view(t.shape) for t, place in zip(group, places, strict=True)])
+            for to, t in zip(made[-1], group, strict=True):
+                to.copy_(t)
+        return made
+
+    with use_backend("triton"):
+        first = both(case, *anew())
+        assert equal(both(case, *anew()), first)
+
+
 @backends
 def test_flat_and_packed_hold_the_same(backend):
     case = Case(lead=(3, 5))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels import layout
+from onepass.kernels import language, layout
 from onepass.kernels.device_tables import device_table, is_capturing, stream_key
 from onepass.kernels.launch import Bound, Grid
 from onepass.kernels.layout import as_rows
@@ -166,10 +166,12 @@ def addresses(
     key: tuple[Any, ...] = stream
     for group in (*groups, *vectors):
         key += (*map(Tensor.data_ptr, group), (group[0].dtype, group[0].stride()) if group else None)
-    found = None if fixed else plan.seen.get(key)
+    found, xs = None if fixed else plan.seen.get(key), groups[-1]
     if found is not None:
+        if language.INTERPRETED:  # it notes which memory a kernel may reach: these may be other tensors at the same addresses
+            for group in (*groups, *vectors):
+                _offsets(group, len(xs))
         return vectors, lanes, *found
-    xs = groups[-1]
     for group, name in zip(vectors, ("weights", "biases"), strict=False):
         check_vectors(group, xs, name)
     straight = tuple([vector.contiguous() for vector in group] for group in vectors)
