@@ -18,6 +18,7 @@ import onepass
 from onepass.integrations import attention_backends as backends
 from onepass.ops.attention import by_cudnn, by_flash, choice
 from onepass.ops.attention.formula import AttentionOptions
+from onepass.runtime import wheels
 
 module = importlib.import_module("onepass.ops.attention.attention")
 NAMES = ("cudnn", "flash_attn", "varlen_attn")
@@ -257,8 +258,8 @@ def test_what_cudnn_needs(version, frontend, S, D, enabled, words, monkeypatch):
 def found(monkeypatch):
     """Look flash-attn-4 up anew, in a module that a test gives."""
     given = types.SimpleNamespace(_flash_attn_fwd=Flash().forward, _flash_attn_bwd=Flash().backward)
-    monkeypatch.setattr(by_flash.metadata, "version", lambda name: "4.0.0b36")
-    monkeypatch.setattr(by_flash, "import_module", lambda name: given)
+    monkeypatch.setattr(wheels.metadata, "version", lambda name: "4.0.0b36")
+    monkeypatch.setattr(wheels, "import_module", lambda name: given)
     return types.SimpleNamespace(module=given, look=by_flash.flash_functions.__wrapped__)
 
 
@@ -287,7 +288,7 @@ def test_a_package_that_does_not_load_is_named(found, monkeypatch):
     def broken(name):
         raise OSError("libcute_dsl_runtime.so")
 
-    monkeypatch.setattr(by_flash, "import_module", broken)
+    monkeypatch.setattr(wheels, "import_module", broken)
     assert "flash-attn-4 4.0.0b36 can't be imported: OSError: libcute_dsl_runtime.so (pip install" in found.look()
 
 

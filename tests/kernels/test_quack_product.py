@@ -8,9 +8,11 @@ import torch.nn.functional as F
 
 from onepass.gradients import releasable_storage
 from onepass.kernels import quack_product
+from onepass.ops.experts import experts
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.parallel import MainGrads
 from onepass.product import grouped
+from onepass.runtime import wheels
 
 BF16 = torch.bfloat16
 SIZES, N, K = (5, 0, 9, 2), 16, 24
@@ -113,8 +115,8 @@ def test_a_product_that_fails_says_so_and_marks_nothing(calls, monkeypatch, erro
 
 def test_what_is_missing_is_said(monkeypatch):
     look, names = quack_product.quack_functions.__wrapped__, {"gemm": lambda A, B, out, cu_seqlens_k, tuned: None}
-    monkeypatch.setattr(quack_product.metadata, "version", lambda name: "9.9")
-    monkeypatch.setattr(quack_product, "import_module", lambda name: types.SimpleNamespace(**names))
+    monkeypatch.setattr(wheels.metadata, "version", lambda name: "9.9")
+    monkeypatch.setattr(wheels, "import_module", lambda name: types.SimpleNamespace(**names))
     assert look() == "quack.gemm_interface.gemm_add_inplace of QuACK 9.9 lacks the function itself"
     names["gemm_add_inplace"] = lambda A, B, out, tuned: None
     assert look() == "quack.gemm_interface.gemm_add_inplace of QuACK 9.9 lacks cu_seqlens_k"
@@ -124,8 +126,22 @@ def test_what_is_missing_is_said(monkeypatch):
     def broken(name):
         raise OSError("libcute is missing")
 
-    monkeypatch.setattr(quack_product, "import_module", broken)
-    assert look() == "QuACK 9.9 can't be imported: OSError: libcute is missing"
+    monkeypatch.setattr(wheels, "import_module", broken)
+    assert look() == "QuACK 9.9 can't be imported: OSError: libcute is missing (pip install quack-kernels)"
+
+
+@pytest.mark.parametrize("taken", (("up", "down"), ("up",), ()))
+def test_explain_names_the_weights_it_is_taken_for(taken, monkeypatch):
+    call = types.SimpleNamespace(
+        x=torch.zeros(3, K), up=torch.zeros(4, 2 * N, K), down=torch.zeros(4, K, N), chosen=torch.zeros(3, 2, dtype=torch.int64),
+        precision=None, recompute=False,
+    )  # fmt: skip
+    for weight in (call.up, call.down):
+        weight.main_grad = torch.zeros_like(weight)
+    places = [getattr(call, name).main_grad for name in taken]
+    monkeypatch.setattr(experts, "quack_adds", lambda x, main_grad: any(main_grad is place for place in places))
+    said = experts.variant(call)
+    assert f"{' and '.join(taken)}'s gradient into main_grad by QuACK" in said if taken else "QuACK" not in said
 
 
 def test_it_is_taken_on_hopper_for_large_fp32_alone(monkeypatch):

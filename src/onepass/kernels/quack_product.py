@@ -6,10 +6,7 @@ kernel of each kind at the first call, in two seconds. Each tile is one program'
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
-from importlib import import_module, metadata
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.runtime.sizes import compute_capability
+from onepass.runtime.wheels import Wheel, find_functions
 
-_MODULE = "quack.gemm_interface"
-_WARN = r"(cutlass|quack)\b"  # modules that warn of each other
-_PARAMETERS = {
-    "gemm": {"A", "B", "out", "cu_seqlens_k", "tuned"},
-    "gemm_add_inplace": {"A", "B", "out", "cu_seqlens_k", "tuned"},
-}
+_CALLED_BY = {"A", "B", "out", "cu_seqlens_k", "tuned"}
+_PARAMETERS = {"gemm": _CALLED_BY, "gemm_add_inplace": _CALLED_BY}
+_WARNS = r"(cutlass|quack)\b"
+_WHEEL = Wheel("QuACK", "quack-kernels", "pip install quack-kernels", "quack.gemm_interface", _PARAMETERS, _WARNS)
 _ALIGNED = 16  # bytes
 _LEAST = 1 << 26  # numbers of main_grad: that saves 130 us of memory's time, where QuACK's call takes the CPU 200 us more
 _CAPABILITY = 9, 0  # what it was measured on
@@ -37,21 +33,8 @@ class QuackFunctions(NamedTuple):
 @lru_cache(1)
 def quack_functions() -> QuackFunctions | str:
     """Return QuACK's functions, or why there are none. Imports the package, which takes seconds."""
-    try:
-        version = metadata.version("quack-kernels")
-    except metadata.PackageNotFoundError:
-        return "QuACK is not installed (pip install quack-kernels)"
-    warnings.filterwarnings("ignore", module=_WARN)
-    try:
-        module = import_module(_MODULE)
-    except Exception as error:  # it loads compiled libraries of other packages
-        return f"QuACK {version} can't be imported: {type(error).__name__}: {error}"
-    for name, needed in _PARAMETERS.items():
-        function = getattr(module, name, None)
-        missing = needed - set(signature(function).parameters) if callable(function) else {"the function itself"}
-        if missing:
-            return f"{_MODULE}.{name} of QuACK {version} lacks {', '.join(sorted(missing))}"
-    return QuackFunctions(*(getattr(module, name) for name in _PARAMETERS))
+    found = find_functions(_WHEEL)
+    return found if isinstance(found, str) else QuackFunctions(*found)
 
 
 def quack_adds(a: Tensor, main_grad: Tensor) -> bool:

@@ -9,10 +9,7 @@ and parameters are looked up first, and what is missing is said.
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
-from importlib import import_module, metadata
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +20,17 @@ from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
 from onepass.ops.attention.formula import AttentionOptions, empty_tokens
 from onepass.ops.attention.forward import lse_size
 from onepass.ops.attention.scores import LOG2E
+from onepass.runtime.wheels import Wheel, find_functions
 
 INSTALL = "pip install 'flash-attn-4[cu13]', without [cu13] for CUDA 12"
-_MODULE = "flash_attn.cute.interface"
-_WARN = r"(cutlass|flash_attn|quack)\b"  # modules that warn of each other
 _BOTH = {"softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "learnable_sink"}
 _BOTH |= {"cu_seqlens_q", "cu_seqlens_k"}
 _PARAMETERS = {
     "_flash_attn_fwd": _BOTH | {"q", "k", "v", "out", "lse", "return_lse"},
     "_flash_attn_bwd": _BOTH | {"q", "k", "v", "out", "dout", "lse", "deterministic", "dq", "dk", "dv"},
 }
+_WARNS = r"(cutlass|flash_attn|quack)\b"
+_WHEEL = Wheel("flash-attn-4", "flash-attn-4", INSTALL, "flash_attn.cute.interface", _PARAMETERS, _WARNS)
 
 
 class FlashFunctions(NamedTuple):
@@ -43,22 +41,8 @@ class FlashFunctions(NamedTuple):
 @lru_cache(1)
 def flash_functions() -> FlashFunctions | str:
     """Return flash-attn-4's functions, or why there are none. Imports the package, which takes seconds."""
-    try:
-        version = metadata.version("flash-attn-4")  # another version of flash_attn may lie in the same folder
-    except metadata.PackageNotFoundError:
-        return f"flash-attn-4 is not installed ({INSTALL})"
-    # from here on, as it compiles at any call: a process where warnings are errors has not asked for these kernels
-    warnings.filterwarnings("ignore", module=_WARN)
-    try:
-        module = import_module(_MODULE)
-    except Exception as error:  # it loads compiled libraries of other packages
-        return f"flash-attn-4 {version} can't be imported: {type(error).__name__}: {error} ({INSTALL})"
-    for name, needed in _PARAMETERS.items():
-        function = getattr(module, name, None)
-        missing = needed - set(signature(function).parameters) if callable(function) else {"the function itself"}
-        if missing:
-            return f"{_MODULE}.{name} of flash-attn-4 {version} lacks {', '.join(sorted(missing))}"
-    return FlashFunctions(*(getattr(module, name) for name in _PARAMETERS))
+    found = find_functions(_WHEEL)
+    return found if isinstance(found, str) else FlashFunctions(*found)
 
 
 def _loads() -> bool:

@@ -77,8 +77,6 @@ def _multiplied(
 # ---- the public face: say what is wrong, choose who does it, return ----
 
 
-
-
 def variant(call: Call) -> str:
     """Which products and passes a call runs."""
     if not call.x.numel():
@@ -86,8 +84,9 @@ def variant(call: Call) -> str:
     E, k = call.up.shape[0], call.chosen.shape[-1]
     products = "grouped products" if recipe_of(call.precision) is None else "grouped products in eight bits where they gain"
     kept = "x and the order of rows" if call.recompute else "x, the order of rows and up's result"
-    main_grad = getattr(call.up, "main_grad", None)
-    into = ", weights' into main_grad by QuACK" if main_grad is not None and quack_adds(call.x, main_grad) else ""
+    main_grads = ((name, getattr(getattr(call, name), "main_grad", None)) for name in ("up", "down"))
+    added = [name for name, main_grad in main_grads if main_grad is not None and quack_adds(call.x, main_grad)]
+    into = f", {' and '.join(added)}'s gradient into main_grad by QuACK" if added else ""
     return f"rows of {k} of {E} experts a token, sorted by expert; two {products} forward, four backward{into}; keeps {kept}"
 
 
