@@ -1,4 +1,4 @@
-"""QuACK's grouped product of weights' gradients: beside fp64, with groups of every size, and what lies outside of a group."""
+"""QuACK's grouped products, of rows and of weights' gradients: beside fp64, and what lies outside of a group."""
 
 import pytest
 import torch
@@ -7,16 +7,19 @@ from gpu.calls import captured, memory_goes_back, nobody_waits, other_stream
 from ops.calls import equal, relative
 
 from onepass.kernels import quack_product
-from onepass.kernels.quack_product import add_by_quack, quack_adds
+from onepass.kernels.grouped_product import grouped_gradient, grouped_product
+from onepass.kernels.quack_product import add_by_quack, multiply_by_quack, quack_adds, quack_multiplies
 
 __all__ = ["memory_goes_back"]
 BF16 = torch.bfloat16
+SIZES = ((0, 1, 63, 0, 64, 65, 1000, 0), (7,), (0, 0, 4096))
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr(quack_product, "_LEAST", 0)
+    monkeypatch.setattr(quack_product, "_LEAST_ADDED", 0)
+    monkeypatch.setattr(quack_product, "_LEAST_MULTIPLIED", 0)
     found = quack_product.quack_functions()
     if isinstance(found, str):
         pytest.skip(found)
@@ -41,7 +44,7 @@ def oracle(dy, x, ends, main_grad=None):
 
 @pytest.mark.parametrize("keep", (True, False))
 @pytest.mark.parametrize(("N", "K"), ((1536, 2048), (2048, 768), (8, 8), (2880, 136)))
-@pytest.mark.parametrize("sizes", ((0, 1, 63, 0, 64, 65, 1000, 0), (7,), (0, 0, 4096)), ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_beside_fp64(sizes, N, K, keep):
     dy, x, ends, main_grad = drawn(sizes, N, K)
     exact = oracle(dy, x, ends, main_grad if keep else None)
@@ -53,6 +56,38 @@ def test_beside_fp64(sizes, N, K, keep):
     assert relative(main_grad, exact) < 2e-5
     empty = [g for g, size in enumerate(sizes) if not size]
     assert equal(main_grad[empty].double(), exact[empty])
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize(("N", "K"), ((1536, 2048), (2048, 768), (8, 8), (2880, 136)))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rows_beside_fp64(sizes, N, K, transposed):
+    dy, x, ends, _ = drawn(sizes, N, K)
+    weight = torch.randn(len(sizes), *((K, N) if transposed else (N, K)), device="cuda").to(BF16)
+    if transposed:
+        weight = weight.mT
+    for a, b in ((x, weight), (dy, weight.mT)):  # forward, and the rows' gradient
+        assert quack_multiplies(a, b, 1)
+        with nobody_waits():
+            y = grouped_product(a, b, ends)
+        groups = zip(a.split(list(sizes)), b, strict=True)
+        assert relative(y, torch.cat([rows.double() @ w.double().t() for rows, w in groups])) < 3e-3
+    assert relative(grouped_gradient(dy, x, ends), oracle(dy, x, ends)) < 3e-3
+
+
+def test_another_group_s_rows_are_not_read_and_a_hundred_calls_are_bitwise_equal():
+    _, x, ends, _ = drawn((100, 30, 70), 8, 512, more=50)
+    weight = torch.randn(3, 256, 512, device="cuda").to(BF16)
+    first = multiply_by_quack(x, weight, ends)[:200]
+    for _ in range(100):
+        assert equal(multiply_by_quack(x, weight, ends)[:200], first)
+    x[100:130], x[200:], weight[1] = torch.nan, torch.nan, torch.nan
+    y = multiply_by_quack(x, weight, ends)[:200]
+    assert equal(y[:100], first[:100]) and equal(y[130:], first[130:]) and y[100:130].isnan().all()
+    (result,), graph = captured(lambda: [multiply_by_quack(x, weight, ends)])
+    x.fill_(1.0)
+    graph.replay()
+    assert equal(result[:100], multiply_by_quack(x, weight, ends)[:100]) and not equal(result[:100], first[:100])
 
 
 def test_another_group_s_nan_and_rows_after_the_last():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from onepass.gradients import releasable_storage
-from onepass.kernels import quack_product
+from onepass.kernels import grouped_product, quack_product
 from onepass.ops.experts import experts
 from onepass.ops.linear.grouped import grouped_linear
 from onepass.parallel import MainGrads
@@ -27,13 +27,18 @@ def by_groups(A, B, out, cu_seqlens_k, tuned, keep):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A stand-in for QuACK and for PyTorch's product on a CPU. Return its calls: whether each added."""
+    """A stand-in for QuACK's and PyTorch's products on a CPU. Return its calls: rows', or whether a gradient's was added."""
     made = []
 
     def function(keep):
-        def call(A, B, out, cu_seqlens_k, tuned):
-            made.append(keep)
-            by_groups(A, B, out, cu_seqlens_k, tuned, keep)
+        def call(A, B, out, tuned, cu_seqlens_k=None, cu_seqlens_m=None):
+            made.append("rows" if cu_seqlens_k is None else keep)
+            if cu_seqlens_k is not None:
+                by_groups(A, B, out, cu_seqlens_k, tuned, keep)
+                return
+            assert tuned is False
+            for g, (start, end) in enumerate(zip(cu_seqlens_m[:-1].tolist(), cu_seqlens_m[1:].tolist(), strict=True)):
+                out[start:end] = A[start:end].float() @ B[g].float()
 
         return call
 
@@ -42,6 +47,14 @@ def calls(monkeypatch):
     monkeypatch.setattr(grouped, "torch_can_group", lambda *_: True)
     monkeypatch.setattr(grouped, "quack_adds", lambda a, main_grad: main_grad.dtype is torch.float32)
     return made
+
+
+@pytest.fixture
+def all_calls(calls, monkeypatch):
+    """The same, of all products."""
+    monkeypatch.setattr(grouped_product, "torch_can_group", lambda *_: True)
+    monkeypatch.setattr(grouped_product, "quack_multiplies", lambda *_: True)
+    return calls
 
 
 def drawn():
@@ -63,6 +76,24 @@ def test_it_adds_to_main_grad_and_sets_the_flag(calls):
     grouped_linear(x, weight, ends).backward(dy)
     assert calls == [True] and weight.grad_added_to_main_grad and not weight.grad.any()
     assert weight.main_grad.equal(1 + expected(x, dy, ends))
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_it_multiplies_rows_and_makes_gradients(all_calls, transposed):
+    x, weight, ends, dy = drawn()
+    x.requires_grad_()
+    if transposed:
+        weight = torch.nn.Parameter(weight.detach().mT.contiguous())
+    options = grouped.GroupedOptions(transposed=transposed)
+    y = grouped.multiply_grouped_rows(x, weight, ends, BF16, options)
+    y.backward(dy)
+    assert all_calls == ["rows", "rows", False]
+    whole = weight.detach().mT if transposed else weight.detach()
+    of_rows = whole.repeat_interleave(torch.tensor(SIZES), 0).float()
+    torch.testing.assert_close(y, (of_rows @ x.detach().float().unsqueeze(-1)).squeeze(-1).to(BF16))
+    torch.testing.assert_close(x.grad, (dy.float().unsqueeze(1) @ of_rows).squeeze(1).to(BF16))
+    found = weight.grad.mT if transposed else weight.grad
+    torch.testing.assert_close(found, expected(x.detach(), dy, ends).to(BF16))
 
 
 def test_a_step_s_first_gradient_is_written_and_the_next_added(calls, monkeypatch):
@@ -114,7 +145,7 @@ def test_a_product_that_fails_says_so_and_marks_nothing(calls, monkeypatch, erro
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    look, names = quack_product.quack_functions.__wrapped__, {"gemm": lambda A, B, out, cu_seqlens_k, tuned: None}
+    look, names = quack_product.quack_functions.__wrapped__, {"gemm": lambda A, B, out, cu_seqlens_m, cu_seqlens_k, tuned: None}
     monkeypatch.setattr(wheels.metadata, "version", lambda name: "9.9")
     monkeypatch.setattr(wheels, "import_module", lambda name: types.SimpleNamespace(**names))
     assert look() == "quack.gemm_interface.gemm_add_inplace of QuACK 9.9 lacks the function itself"
@@ -130,34 +161,56 @@ def test_what_is_missing_is_said(monkeypatch):
     assert look() == "QuACK 9.9 can't be imported: OSError: libcute is missing (pip install quack-kernels)"
 
 
-@pytest.mark.parametrize("taken", (("up", "down"), ("up",), ()))
-def test_explain_names_the_weights_it_is_taken_for(taken, monkeypatch):
+@pytest.mark.parametrize(
+    ("multiplied", "added", "said"),
+    [
+        ((), ("up", "down"), "four backward, up and down's gradient into main_grad by QuACK"),
+        ((), ("up",), "four backward, up's gradient into main_grad by QuACK"),
+        (("up",), ("down",), "four backward, up's products and down's gradient into main_grad by QuACK"),
+        (("up", "down"), (), "four backward, up and down's products by QuACK"),
+        ((), (), "four backward; keeps"),
+    ],
+)
+def test_explain_names_the_weights_it_is_taken_for(multiplied, added, said, monkeypatch):
     call = types.SimpleNamespace(
         x=torch.zeros(3, K), up=torch.zeros(4, 2 * N, K), down=torch.zeros(4, K, N), chosen=torch.zeros(3, 2, dtype=torch.int64),
         precision=None, recompute=False,
     )  # fmt: skip
     for weight in (call.up, call.down):
         weight.main_grad = torch.zeros_like(weight)
-    places = [getattr(call, name).main_grad for name in taken]
+    places = [getattr(call, name).main_grad for name in added]
+    weights = [(getattr(call, name), 6 * getattr(call, name)[0].numel()) for name in multiplied]
     monkeypatch.setattr(experts, "quack_adds", lambda x, main_grad: any(main_grad is place for place in places))
-    said = experts.variant(call)
-    assert f"{' and '.join(taken)}'s gradient into main_grad by QuACK" in said if taken else "QuACK" not in said
+    monkeypatch.setattr(
+        experts, "quack_multiplies", lambda x, weight, size: any(weight is w and size == count for w, count in weights)
+    )
+    assert said in experts.variant(call)
 
 
-def test_it_is_taken_on_hopper_for_large_fp32_alone(monkeypatch):
-    monkeypatch.setattr(quack_product, "_LEAST", 128)
+def test_it_is_taken_on_hopper_for_large_16_bit_operands_alone(monkeypatch):
+    monkeypatch.setattr(quack_product, "_LEAST_ADDED", 128)
+    monkeypatch.setattr(quack_product, "_LEAST_MULTIPLIED", 128)
     monkeypatch.setattr(quack_product, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quack_product, "has_address", lambda tensor: tensor is not hidden)
     monkeypatch.setattr(quack_product, "quack_functions", lambda: quack_product.QuackFunctions(None, None))
-    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=BF16, device=torch.device("cuda"))
-    main_grad = torch.zeros(2, 8, 8)
-    assert quack_product.quack_adds(on_gpu, main_grad)
-    assert not quack_product.quack_adds(torch.zeros(3, 8, dtype=BF16), main_grad)
-    assert not quack_product.quack_adds(on_gpu, main_grad.to(BF16))
-    assert not quack_product.quack_adds(on_gpu, main_grad.mT)
-    assert not quack_product.quack_adds(on_gpu, main_grad[:1])
-    assert not quack_product.quack_adds(on_gpu, torch.zeros(129)[1:].view(2, 8, 8))
+
+    def on_gpu(address=0, dtype=BF16):
+        return types.SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"), data_ptr=lambda: address)
+
+    hidden, main_grad = on_gpu(), torch.zeros(2, 8, 8)
+    adds, multiplies = quack_product.quack_adds, quack_product.quack_multiplies
+    assert adds(on_gpu(), main_grad) and multiplies(on_gpu(), on_gpu(16), 128)
+    assert not adds(torch.zeros(3, 8, dtype=BF16), main_grad) and not multiplies(torch.zeros(3, 8, dtype=BF16), on_gpu(), 128)
+    assert not adds(on_gpu(dtype=torch.float16), main_grad) and not multiplies(on_gpu(dtype=torch.float16), on_gpu(), 128)
+    assert not adds(hidden, main_grad) and not multiplies(hidden, on_gpu(), 128) and not multiplies(on_gpu(), hidden, 128)
+    assert not adds(on_gpu(8), main_grad)
+    assert not multiplies(on_gpu(8), on_gpu(), 128) and not multiplies(on_gpu(), on_gpu(8), 128)
+    assert not multiplies(on_gpu(), on_gpu(), 127) and not adds(on_gpu(), main_grad[:1])
+    assert not adds(on_gpu(), main_grad.to(BF16))
+    assert not adds(on_gpu(), main_grad.mT)
+    assert not adds(on_gpu(), torch.zeros(129)[1:].view(2, 8, 8))
     monkeypatch.setattr(quack_product, "quack_functions", lambda: "QuACK is not installed")
-    assert not quack_product.quack_adds(on_gpu, main_grad)
+    assert not adds(on_gpu(), main_grad) and not multiplies(on_gpu(), on_gpu(), 128)
     monkeypatch.setattr(quack_product, "quack_functions", lambda: quack_product.QuackFunctions(None, None))
     monkeypatch.setattr(quack_product, "compute_capability", lambda device: (10, 0))
-    assert not quack_product.quack_adds(on_gpu, main_grad)
+    assert not adds(on_gpu(), main_grad) and not multiplies(on_gpu(), on_gpu(), 128)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.kernels.quack_product import add_by_quack, multiply_by_quack, quack_multiplies
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.runtime.op import Registered
 from onepass.runtime.sizes import compute_capability
@@ -51,8 +52,19 @@ def torch_can_group(x: Tensor, weight: Tensor) -> bool:
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a @ b[g].T for each group's rows. Both have the same type."""
     if a.shape[0] and torch_can_group(a, b):  # PyTorch's refuses no rows
-        return F.grouped_mm(a, b.mT, offs=ends)
+        multiplications = a.shape[0] * b.shape[1] * b.shape[2]
+        return multiply_by_quack(a, b, ends) if quack_multiplies(a, b, multiplications) else F.grouped_mm(a, b.mT, offs=ends)
     return _by_group(a, b, ends)  # type: ignore[no-any-return]
+
+
+def grouped_gradient(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return a.T @ b of each group's rows [G, N, K], for operands that `torch_can_group`."""
+    N, K = a.shape[1], b.shape[1]
+    if not quack_multiplies(a, b, 2 * a.shape[0] * N * K):  # which saves twice as much of a gradient as of rows
+        return F.grouped_mm(a.mT, b, offs=ends)
+    out = a.new_empty(ends.shape[0], N, K)
+    add_by_quack(out, a, b, ends, keep=False)
+    return out
 
 
 def _by_group_now(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

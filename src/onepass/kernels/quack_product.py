@@ -1,7 +1,8 @@
-"""QuACK's grouped product a[rows of g].T @ b[rows of g], where it is installed and was measured to be faster.
+"""QuACK's grouped products, where it is installed and was measured to be faster: of rows, and of weights' gradients.
 
-It adds to an fp32 main_grad as it stores, where PyTorch's returns 16 bits that a pass of its own adds. Its wheel compiles a
-kernel of each kind at the first call, in two seconds. Each tile is one program's, so sums have one order.
+The latter, a[rows of g].T @ b[rows of g], are added to an fp32 main_grad as they are stored, where PyTorch's returns 16 bits that
+a pass of its own adds. The wheel compiles a kernel of each kind at the first call, in two seconds. Each tile is one program's, so
+sums have one order.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.runtime.dispatch import has_address
 from onepass.runtime.sizes import compute_capability
 from onepass.runtime.wheels import Wheel, find_functions
 
 _CALLED_BY = {"A", "B", "out", "cu_seqlens_k", "tuned"}
-_PARAMETERS = {"gemm": _CALLED_BY, "gemm_add_inplace": _CALLED_BY}
+_PARAMETERS = {"gemm": {*_CALLED_BY, "cu_seqlens_m"}, "gemm_add_inplace": _CALLED_BY}
 _WARNS = r"(cutlass|quack)\b"
 _WHEEL = Wheel("QuACK", "quack-kernels", "pip install quack-kernels", "quack.gemm_interface", _PARAMETERS, _WARNS)
 _ALIGNED = 16  # bytes
-_LEAST = 1 << 26  # numbers of main_grad: that saves 130 us of memory's time, where QuACK's call takes the CPU 200 us more
+_LEAST_ADDED = 1 << 26  # numbers of main_grad: that saves 130 us of memory's time, where the call takes the CPU 200 us more
+_LEAST_MULTIPLIED = 1 << 37  # multiplications: half as many, of rows, take 6 % more than PyTorch's, and twice as many 6 % less
 _CAPABILITY = 9, 0  # what it was measured on
 
 
@@ -37,29 +40,48 @@ def quack_functions() -> QuackFunctions | str:
     return found if isinstance(found, str) else QuackFunctions(*found)
 
 
-def quack_adds(a: Tensor, main_grad: Tensor) -> bool:
-    """Whether QuACK's product may add to main_grad [G, N, K]: in fp32, on a GPU for which it was measured."""
+def _can(*operands: Tensor) -> bool:
+    """Whether QuACK is there, for a GPU for which it was measured, and takes where these start."""
     return (
-        a.is_cuda
-        and a.dtype is torch.bfloat16
-        and main_grad.dtype is torch.float32
-        and main_grad.numel() >= _LEAST
-        and main_grad.is_contiguous()
-        and main_grad.data_ptr() % _ALIGNED == 0
-        and compute_capability(a.device) == _CAPABILITY
+        all([has_address(operand) and operand.data_ptr() % _ALIGNED == 0 for operand in operands])
+        and compute_capability(operands[0].device) == _CAPABILITY
         and not isinstance(quack_functions(), str)
     )
 
 
-def add_by_quack(main_grad: Tensor, a: Tensor, b: Tensor, ends: Tensor, keep: bool) -> None:
-    """Add a[rows of g].T @ b[rows of g] to main_grad[g], or write it there. `ends` [G] int32: where each group's rows end."""
-    functions = quack_functions()
-    assert not isinstance(functions, str)
-    call = functions.add if keep else functions.write
-    with torch.cuda.device_of(a):
-        boundaries = F.pad(ends, (1, 0))
+def quack_multiplies(a: Tensor, b: Tensor, multiplications: int) -> bool:
+    """Whether QuACK's product of these is faster than PyTorch's, by more than its call takes. Both are in 16 bits."""
+    return a.is_cuda and a.dtype is torch.bfloat16 and multiplications >= _LEAST_MULTIPLIED and _can(a, b)
+
+
+def quack_adds(a: Tensor, main_grad: Tensor) -> bool:
+    """Whether QuACK's product may add to main_grad [G, N, K]: in fp32."""
+    return (
+        a.is_cuda
+        and a.dtype is torch.bfloat16
+        and main_grad.dtype is torch.float32
+        and main_grad.numel() >= _LEAST_ADDED
+        and main_grad.is_contiguous()
+        and _can(a, main_grad)
+    )
+
+
+def multiply_by_quack(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return a @ b[g].T for each group's rows, b [G, N, K]. `ends` [G] int32: where each group's rows end."""
+    y = a.new_empty(a.shape[0], b.shape[1])
+    _call("write", a, b.mT, out=y, cu_seqlens_m=F.pad(ends, (1, 0)))
+    return y
+
+
+def add_by_quack(out: Tensor, a: Tensor, b: Tensor, ends: Tensor, keep: bool) -> None:
+    """Add a[rows of g].T @ b[rows of g] to out[g], or write it there."""
+    _call("add" if keep else "write", a.t(), b, out=out, cu_seqlens_k=F.pad(ends, (1, 0)))
+
+
+def _call(name: str, *operands: Tensor, **options: Any) -> None:
+    with torch.cuda.device_of(operands[0]):
         try:
-            call(a.t(), b, out=main_grad, cu_seqlens_k=boundaries, tuned=False)
+            getattr(quack_functions(), name)(*operands, **options, tuned=False)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # its compiler, or a library that it loads at the first call

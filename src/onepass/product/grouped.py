@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.main_grad import (
@@ -34,6 +33,7 @@ from onepass.kernels.fp8_cast import cast_columns, cast_rows
 from onepass.kernels.grouped_product import (
     gradient_by_group,
     group_rows,
+    grouped_gradient,
     grouped_product,
     scaled_grouped_product,
     torch_can_group,
@@ -113,7 +113,7 @@ def grouped_weight_gradient(
     `name`: what errors call the weight.
     """
     if dy.shape[0] and torch_can_group(dy, weight):  # PyTorch's refuses no rows
-        if main_grad is not None and not torch.compiler.is_compiling() and quack_adds(dy, main_grad):
+        if main_grad is not None and quack_adds(dy, main_grad):
             place = accumulation_target(weight, main_grad, request)
             if place is not None:
                 grad = placeholder(weight, request)
@@ -123,7 +123,7 @@ def grouped_weight_gradient(
                     mark_written(place)
                 mark_added(weight)
                 return grad
-        return vector_gradient(F.grouped_mm(dy.mT, x, offs=ends), weight, main_grad, request)
+        return vector_gradient(grouped_gradient(dy, x, ends), weight, main_grad, request)
     if torch.compiler.is_compiling():  # whether main_grad was written in this step is not known when a graph is traced
         return vector_gradient(gradient_by_group(dy, x, ends), weight, main_grad, request)
     place = accumulation_target(weight, main_grad, request)

@@ -7,8 +7,8 @@ Shapes   x [..., H], chosen and weights [..., k], up [E, 2 I or I, H], down [E, 
 Rows     are sorted by expert (kernels/token_rows.py). Up's product gathers them, down's makes the activation, with w in it, and
          one pass sums by token. Nothing is read by the host, and nothing is atomic: the same bits in each call.
 Saves    x, the order, and up's result; recompute=True: x and the order.
-Products PyTorch's grouped ones on GPUs in bf16, elsewhere a loop over experts, which waits for a GPU. The weights' gradients are
-         rounded once before they are added to main_grad, or added as they are stored where QuACK takes them (product/grouped.py).
+Products PyTorch's grouped ones on GPUs in bf16, or QuACK's (kernels/quack_product.py), elsewhere a loop over experts, which waits
+         for a GPU. The weights' gradients are rounded once before they are added to main_grad, but QuACK adds as it stores.
 LoRA     of an expert is that of its rows (product/grouped.py). Nothing of the weights' size is made.
 Bytes    of M rows: x's gathered twice, up's result written and read three times, the activation's written twice and read twice,
          down's written and read, and as much again of gradients; a bias reads and writes its rows once more.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from onepass.gradients.written_names import WrittenNames
-from onepass.kernels.quack_product import quack_adds
+from onepass.kernels.quack_product import quack_adds, quack_multiplies
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula, check_options
 from onepass.ops.activation.grouped import multiply_activated_rows
@@ -84,10 +84,19 @@ def variant(call: Call) -> str:
     E, k = call.up.shape[0], call.chosen.shape[-1]
     products = "grouped products" if recipe_of(call.precision) is None else "grouped products in eight bits where they gain"
     kept = "x and the order of rows" if call.recompute else "x, the order of rows and up's result"
-    main_grads = ((name, getattr(getattr(call, name), "main_grad", None)) for name in ("up", "down"))
-    added = [name for name, main_grad in main_grads if main_grad is not None and quack_adds(call.x, main_grad)]
-    into = f", {' and '.join(added)}'s gradient into main_grad by QuACK" if added else ""
-    return f"rows of {k} of {E} experts a token, sorted by expert; two {products} forward, four backward{into}; keeps {kept}"
+    products += f" forward, four backward{_by_quack(call)}"
+    return f"rows of {k} of {E} experts a token, sorted by expert; two {products}; keeps {kept}"
+
+
+def _by_quack(call: Call) -> str:
+    weights = {"up": call.up, "down": call.down}
+    rows = call.chosen.numel()
+    multiplied = [n for n, w in weights.items() if quack_multiplies(call.x, w, rows * w.shape[1] * w.shape[2])]
+    main_grads = {n: w.main_grad for n, w in weights.items() if getattr(w, "main_grad", None) is not None}
+    added = [n for n, main_grad in main_grads.items() if quack_adds(call.x, main_grad)]
+    named = {"products": multiplied if recipe_of(call.precision) is None else [], "gradient into main_grad": added}
+    said = [f"{' and '.join(names)}'s {what}" for what, names in named.items() if names]
+    return f", {' and '.join(said)} by QuACK" if said else ""
 
 
 def _check(given: Mapping[str, Any]) -> None:
