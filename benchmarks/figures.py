@@ -620,7 +620,7 @@ def headline(folder, others=()):
         ),
         backward_headline("`rms_norm`, backward, 16384 x 8192", folder / "norm.json", "rms 16384x8192"),
         both_headline(
-            "Experts of a mixture, 16384 x 2048, 8 of 128 x 768 a token", folder / "experts.json", "swiglu 16384x2048x128x768x8"
+            "Experts of a mixture with `onepass[quack]`, 16384 x 2048, 8 of 128 x 768 a token", folder / "experts.json", "swiglu 16384x2048x128x768x8"
         ),
         *measured_elsewhere(others),
     ]
