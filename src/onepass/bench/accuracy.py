@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onepass.bench.define import OpBench
-from onepass.bench.model import BenchCase, Call, Inputs, differentiate, outputs_of
+from onepass.bench.model import BenchCase, Call, Columns, Inputs, differentiate, outputs_of
 
 _WHOLE = 1 << 31  # elements that a baseline makes at a time, several of them
 _CHUNK = {"cuda": 1 << 25, "cpu": 1 << 22}  # fp64 elements at a time; the formula needs a dozen such tensors
@@ -141,8 +141,9 @@ def _by_name(call: Call, inputs: Inputs, tensors: dict[str, Tensor], incoming: l
     for tensor in asked:
         if hasattr(tensor, "main_grad"):
             tensor.main_grad.zero_()
-    results = outputs_of(call(*tensors.values()))
-    grads = differentiate(results, asked, incoming, inputs.trained)
+    result = call(*tensors.values())
+    grads = differentiate(result, asked, incoming, inputs.trained)
+    results = outputs_of(torch.cat(result, -1) if isinstance(result, Columns) else result)
     outputs = {name: result.detach() for name, result in zip(inputs.grads, results, strict=True)}
     return outputs | {f"d{name}": grad for name, grad in zip(inputs.asked, grads, strict=True)}
 

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+
+class Columns(tuple[Tensor, ...]):
+    """One output as tensors of its columns, of a contender that makes q, k and v apart: joining them is not its work."""
+
+
 Result = Tensor | tuple[Tensor, ...]
 Call = Callable[..., Result]  # takes the case's tensors in their order
 FP8 = " fp8"  # the end of variants whose products are in eight bits
@@ -64,6 +69,8 @@ def differentiate(result: Result, asked: Sequence[Tensor], incoming: Sequence[Te
     """Return the gradients of `asked`, from autograd.grad, or with `trained` from main_grad or .grad."""
     if not asked:
         return ()
+    if isinstance(result, Columns):
+        incoming = incoming[0].split([part.shape[-1] for part in result], -1)
     if not trained:
         return torch.autograd.grad(result, asked, incoming)
     torch.autograd.backward(result, incoming)

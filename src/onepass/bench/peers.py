@@ -41,6 +41,8 @@ PACKAGES = {
     "FLA": PeerPackage("fla", "flash-linear-attention"),
     "causal-conv1d": PeerPackage("causal_conv1d", "causal-conv1d"),
     "mamba-ssm": PeerPackage("mamba_ssm", "mamba-ssm"),
+    "Unsloth": PeerPackage("unsloth", "unsloth"),
+    "axolotl": PeerPackage("axolotl", "axolotl"),
 }
 
 
@@ -60,6 +62,20 @@ def _version(package: PeerPackage) -> str | None:
 
 def imported(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
+
+
+def unsloth_lora() -> Any:
+    """Import Unsloth's module of LoRA functions alone.
+
+    `import unsloth` patches torch, transformers and PEFT, which other contenders run by: the __init__ of its packages is not run.
+    """
+    for name in ("unsloth", "unsloth.kernels", "unsloth_zoo", "unsloth_zoo.temporary_patches"):
+        if name not in sys.modules:
+            spec = importlib.util.find_spec(name)
+            if spec is None:
+                raise ModuleNotFoundError(f"Unsloth needs {name}, which is not installed")
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+    return importlib.import_module("unsloth.kernels.fast_lora")
 
 
 def since_torch(version: str, module: Any, name: str) -> str | None:
