@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import FAMILIES, REPLACED, VOCABULARY, assert_alike, batch, both, made, step
+from integrations.huggingface.families import FAMILIES, VOCABULARY, assert_alike, batch, both, made, step
 
 import onepass
 from onepass.gradients.packed_params import are_packed
@@ -43,18 +43,6 @@ def prompt():
 
 
 # ---- families ----
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_replaced(family):
-    _, _, applied = both(family)
-    found = {}
-    for row in applied.replaced:
-        found.setdefault(row.part, set()).add(row.by)
-    assert found == REPLACED[family]
-    assert all(row.why and not row.by for row in applied.left)
-    for row in applied.rows:
-        assert row.part in str(applied) and row.kind in str(applied)
 
 
 def test_options_that_are_all_false_and_weights_that_are_sharded():

@@ -13,7 +13,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import FAMILIES, SMALL, assert_alike, batch, both, made, step  # noqa: E402
+from integrations.huggingface.families import assert_alike, batch, both, made, step  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
@@ -37,58 +37,21 @@ def _by_pytorch():
 
 
 WHOLE = TORCH >= (2, 10)  # before, the compiler can't take rows between numbers that it doesn't know
-_MIXED = SMALL | {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_DEEPSEEK = _MIXED | {
-    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
-    "num_key_value_heads": 4,
-}  # fmt: skip
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_HYBRID = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
-    "num_experts": 4, "shared_expert_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-_MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
 _SWIGLU = "grouped products, swiglu"
-_GPT_OSS = "grouped products, quick_geglu, clamped at 7, offset 1, interleaved"
-MIXTURES = {  # a family's sizes, and what the report says of its experts
-    "Mixtral": (FAMILIES["Mixtral"], _SWIGLU),
-    "Qwen2Moe": (_MIXED | {"num_experts": 4, "shared_expert_intermediate_size": 40}, _SWIGLU),
-    "Qwen3Moe": (FAMILIES["Qwen3Moe"], _SWIGLU),
-    "Qwen3Next": (_MIXED | _HYBRID, _SWIGLU),
-    "Qwen3_5MoeText": (_MIXED | _HYBRID, _SWIGLU),
-    "DeepseekV3": (_DEEPSEEK | _LATENT, _SWIGLU),
-    "Glm4Moe": (_DEEPSEEK | {"head_dim": 16}, _SWIGLU),
-    "Ernie4_5_Moe": (
-        _MIXED | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0}, _SWIGLU,
+MIXTURES = {  # a family, and what the report says of its experts
+    **dict.fromkeys(
+        (
+            "Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3_5MoeText", "DeepseekV3", "Glm4Moe", "Ernie4_5_Moe", "MiniMax",
+            "MiniMaxM2", "GraniteMoe",
+        ),
+        _SWIGLU,
     ),
-    "GptOss": (FAMILIES["GptOss"], _GPT_OSS),
-    "MiniMax": (_MIXED | {"num_local_experts": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2}, _SWIGLU),
-    "MiniMaxM2": (_MIXED | {"num_local_experts": 4, "head_dim": 8}, _SWIGLU),
-    "GraniteMoe": (_MIXED | {"num_local_experts": 4}, _SWIGLU),
-    "NemotronH": (
-        _MIXED | _MAMBA | {
-            "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "hybrid_override_pattern": "*E*E", "head_dim": 8,
-            "moe_shared_expert_intermediate_size": 40,
-        },
-        "grouped products, squared_relu",
-    ),
-    "Llama4Text": (
-        SMALL | {
-            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 40, "head_dim": 8,
-            "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
-        },
-        "grouped products of chosen rows, swiglu",
-    ),
+    "GptOss": "grouped products, quick_geglu, clamped at 7, offset 1, interleaved",
+    "NemotronH": "grouped products, squared_relu",
+    "Llama4Text": "grouped products of chosen rows, swiglu",
 }  # fmt: skip
 BY_APPLY_ALONE = "Llama4Text"  # transformers has no implementations to choose from
 BY_NAME = tuple(name for name in MIXTURES if name != BY_APPLY_ALONE)
-
-
-@pytest.fixture
-def mixtures(monkeypatch):
-    """Lets `made` and `both` make these families."""
-    for name, (sizes, _) in MIXTURES.items():
-        monkeypatch.setitem(FAMILIES, name, sizes)
 
 
 def enlarged(model):
@@ -100,13 +63,10 @@ def enlarged(model):
     return model
 
 
-pytestmark = [
-    pytest.mark.usefixtures("mixtures"),
-    pytest.mark.filterwarnings(
-        "ignore:.*RoPE scaling factor",
-        "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' own
-    ),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*RoPE scaling factor",
+    "ignore:.*gradient_checkpointing:FutureWarning",  # transformers' own
+)
 
 
 # ---- models ----
@@ -117,7 +77,7 @@ def test_apply_replaces_the_experts_of_every_family(family):
     model = enlarged(made(family))
     before = copy.deepcopy(model)
     applied = huggingface.apply(model)
-    assert {row.by for row in applied.replaced if row.part == "mlp" and "grouped" in row.by} == {MIXTURES[family][1]}
+    assert {row.by for row in applied.replaced if row.part == "mlp" and "grouped" in row.by} == {MIXTURES[family]}
     assert not [row for row in applied.left if "experts" in row.kind.lower()]
     assert_alike(step(model, **batch()), step(before, **batch()))
 
@@ -149,7 +109,7 @@ def test_apply_takes_a_model_of_either_implementation(family):
     before = copy.deepcopy(model)
     model.set_experts_implementation("onepass")
     applied = huggingface.apply(model)
-    assert MIXTURES[family][1] in {row.by for row in applied.replaced}
+    assert MIXTURES[family] in {row.by for row in applied.replaced}
     assert_alike(step(model, **batch()), step(before, **batch()))
 
 
@@ -483,7 +443,7 @@ def applied_is_right(mutant):
         model = enlarged(made(family))
         before = copy.deepcopy(model)
         found = {row.by for row in mutant.apply(model).replaced}
-        assert MIXTURES[family][1] in found
+        assert MIXTURES[family] in found
         assert_alike(step(model, **batch()), step(before, **batch()))
     for change in NEARLY.values():
         model = made(BY_APPLY_ALONE)

@@ -127,8 +127,12 @@ def _grouped(rows: Iterable[AppliedRow]) -> Iterator[tuple[str, AppliedRow]]:
     for row in rows:
         groups.setdefault((re.sub(r"\.\d+", ".#", row.name), row.kind, row.part, row.by, row.why), []).append(row)
     for (pattern, *_), group in groups.items():
-        numbers = sorted({int(found[1]) for row in group if (found := re.search(r"\.(\d+)", row.name))})
-        yield pattern.replace(".#", f".{_ranges(numbers)}", 1).replace(".#", ".*"), group[0]
+        yield pattern.replace(".#", f".{layers_of(group)}", 1).replace(".#", ".*"), group[0]
+
+
+def layers_of(rows: Iterable[AppliedRow]) -> str:
+    """Return the layers' numbers in the rows' names."""
+    return _ranges(sorted({int(found[1]) for row in rows if (found := re.search(r"\.(\d+)", row.name))}))
 
 
 def _ranges(numbers: list[int]) -> str:

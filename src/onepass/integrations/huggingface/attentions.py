@@ -48,6 +48,7 @@ from onepass.integrations.huggingface.rotation import (
     Rotation,
     find_rotation,
     globals_with,
+    has_tables,
     tables_are_doubled,
     with_globals,
 )
@@ -434,7 +435,7 @@ def replace_attentions(
             _replace(match, patches, qkv)
             made[module] = match
         if match is not None or "attention" in type(module).__name__.lower():
-            rows += _rows(name, module, made.get(module), qkv, rope, bool(rotates))
+            rows += _rows(model, name, module, made.get(module), qkv, rope, bool(rotates))
     return made, rows
 
 
@@ -449,9 +450,11 @@ def _replace(match: AttentionMatch, patches: Patches, qkv: bool) -> None:
     patches.set_forward(match.module, _forward, match)
 
 
-def _rows(name: str, module: nn.Module, match: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool) -> list[AppliedRow]:
+def _rows(
+    model: nn.Module, name: str, module: nn.Module, match: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool
+) -> list[AppliedRow]:
     kind, rows = type(module).__name__, []
-    if rope and (rotates or ROTATION in type(module).forward.__code__.co_names):
+    if rope and (rotates or (has_tables(model) and globals_with(ROTATION, type(module).forward))):
         why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
         row = partial(AppliedRow, name, kind, "rope")
         if match is not None and match.rotation is not None:

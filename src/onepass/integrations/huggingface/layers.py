@@ -7,7 +7,7 @@ both read x, as in GPT-NeoX.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations, product
@@ -255,10 +255,18 @@ def replace_layers(
         if match is not None and not match.snapshot.reads_tensors:
             patches.set_forward(module, _forward, match)
             rows.append(AppliedRow(name, type(module).__name__, "norm", by=match.made_by, match=match))
-        elif any(child in attentions for child in module._modules.values()):
+        elif _is_layer(name, module, norms, attentions):
             why = "its norms stay apart: what it makes of its children is not known"
             rows.append(AppliedRow(name, type(module).__name__, "norm", why=why))
     return rows
+
+
+def _is_layer(name: str, module: nn.Module, norms: Mapping[nn.Module, Any], attentions: Mapping[nn.Module, Any]) -> bool:
+    """Whether this is a layer for the report: it has attention that is known, or is an element of a list, with norms."""
+    there = [child for child in module._modules.values() if child is not None]
+    return any(child in attentions for child in there) or (
+        name.rpartition(".")[2].isdigit() and any(child in norms for child in there)
+    )
 
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:

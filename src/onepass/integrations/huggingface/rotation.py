@@ -120,8 +120,15 @@ def _wrapped_again(wrapper: FunctionType, inner: Callable[..., Any]) -> Callable
 
 def tables_are_doubled(model: nn.Module, how: Rotation) -> bool:
     """Whether every module that computes rotary tables gives each value twice, as `how` says."""
-    makers = [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
-    return bool(makers) and all(_doubles(module, how) for module in makers)
+    return has_tables(model) and all(_doubles(module, how) for module in _makers(model))
+
+
+def has_tables(model: nn.Module) -> bool:
+    return bool(_makers(model))
+
+
+def _makers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
 
 
 def _doubles(maker: nn.Module, how: Rotation) -> bool:
