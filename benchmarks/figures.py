@@ -654,6 +654,11 @@ OPS_ROWS = [
         "a depthwise causal convolution, SiLU, the split into q, k and v and norms of heads, of documents too; saves only x",
         "causal_conv1d",
     ),
+    (
+        "[`delta_gates`](docs/guide.md#the-gates-of-a-delta-rule)",
+        "the gates of a gated delta rule from their projections, read where they lie; saves its inputs only",
+        "delta_gates",
+    ),
     ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
     (
         "[`linear`](docs/guide.md#linear-layers)",

@@ -132,6 +132,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "bias_activation": "--shape 16,32 --bias --dropout 0.1",
         "causal_conv1d": "--shape 4,64,32 --weight 32,4 --bias",
         "cross_entropy": "--shape 32,1000 --labels 32",
+        "delta_gates": "--shape 4,64,32 --b 4,64,32 --a-log 32 --dt-bias 32",
         "dropout_add": "--shape 16,32 --residual 16,32 --p 0.1",
         "embedding": "--shape 4,512 --weight 1000,64",
         "experts": "--shape 64,32 --up 4,96,32 --down 4,32,48 --chosen 64,2 --weights 64,2 --up-bias --shared --clamp 7",

@@ -17,6 +17,7 @@ from onepass.ops.activation.bias_activation import bias_activation, bias_geglu, 
 from onepass.ops.attention.attention import attention
 from onepass.ops.attention.rope import rope
 from onepass.ops.convolution.causal_conv1d import causal_conv1d
+from onepass.ops.delta.delta_gates import delta_gates
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.embedding.embedding import embedding
 from onepass.ops.experts.experts import experts
@@ -76,6 +77,7 @@ __all__ = [
     "causal_conv1d",
     "compare",
     "cross_entropy",
+    "delta_gates",
     "dropout_add",
     "embedding",
     "experts",

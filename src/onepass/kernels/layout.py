@@ -41,6 +41,22 @@ def groups_of(x: Tensor, heads: bool) -> Groups | None:
     return None
 
 
+def as_grouped_rows(x: Tensor, size: int, group: int) -> tuple[Tensor, int, int]:
+    """Return x, or a copy, as rows of `size` in groups of `group` together, and the distances from row to row and group to group.
+
+    The last dimension is a group, and where a row has several, the one before numbers them.
+    """
+    groups = size // group
+    if not x.is_contiguous():
+        levels = _levels(x)
+        if len(levels) == 1 and (groups == 1 or levels[0][0] % groups == 0):
+            return x, levels[0][1] * groups, levels[0][1]
+        if len(levels) == 2 and groups > 1 and levels[1][0] == groups:
+            return x, levels[0][1], levels[1][1]
+        x = x.contiguous()
+    return x, size, group
+
+
 def _levels(x: Tensor) -> list[tuple[int, int]]:
     """Return sizes and strides of x's leading dimensions, merged where evenly spaced, or [] where rows must be copied."""
     levels: list[tuple[int, int]] = []

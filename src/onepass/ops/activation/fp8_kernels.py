@@ -60,11 +60,11 @@ def _is_ragged(block, tile, M, H, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @device_function
-def _activated(
-    x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
+def _activated(x_ptr, bias_ptr, weight_ptr, tile, shape, clamp, offset, ACT: tl.constexpr, GATED: tl.constexpr):
     """Return a tile of y in fp32. `_backward_codes_kernel` repeats the arithmetic: codes are the same."""
     PARTS: tl.constexpr = 2 if GATED else 1
+    rows, columns, inside = tile
+    M, H, X_ROW = shape
     z = _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 0, PARTS)
     if GATED:
         linear = _load_part(x_ptr, bias_ptr, rows, columns, H, X_ROW, inside, 1, PARTS)
@@ -98,7 +98,7 @@ def _rows_kernel(
     for first in range(0, H, BLOCK_H):
         columns = first + lanes
         inside = there[:, None] & inside_row(columns, H, H % BLOCK_H == 0)[None, :]
-        y = _activated(x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT, GATED)
+        y = _activated(x_ptr, bias_ptr, weight_ptr, (rows, columns, inside), (M, H, X_ROW), clamp, offset, ACT, GATED)
         if H % BLOCK_H:
             y = tl.where(inside, y, 0.0)
         amax = tl.maximum(amax, tl.max(finite_sizes(y), 1))
@@ -109,7 +109,7 @@ def _rows_kernel(
         columns = (H - 1) // BLOCK_H * BLOCK_H - back + lanes
         inside = there[:, None] & inside_row(columns, H, H % BLOCK_H == 0)[None, :]
         if H > BLOCK_H:
-            y = _activated(x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT, GATED)
+            y = _activated(x_ptr, bias_ptr, weight_ptr, (rows, columns, inside), (M, H, X_ROW), clamp, offset, ACT, GATED)
         tl.store(codes_ptr + rows[:, None] * H + columns[None, :], operand_codes(y, scale[:, None], E5M2), mask=inside)
 
 
@@ -125,7 +125,7 @@ def _tiles_kernel(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = (rows < M)[:, None] & (columns < H)[None, :]
-    y = _activated(x_ptr, bias_ptr, weight_ptr, rows, columns, inside, M, H, X_ROW, clamp, offset, ACT, GATED)
+    y = _activated(x_ptr, bias_ptr, weight_ptr, (rows, columns, inside), (M, H, X_ROW), clamp, offset, ACT, GATED)
     scale = tl.load(scale_ptr)
     if amax_ptr is not None:
         if _is_ragged(block, tl.program_id(0), M, H, BLOCK_M, BLOCK_H):

@@ -139,7 +139,7 @@ def _place_digit(
 
 @device_function
 def _order_tokens(
-    ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING,
+    ids_ptr, sorted_ptrs, M, ROWS, FIRST, PADDING,
     LOW_BITS: tl.constexpr, SECONDS: tl.constexpr, SECOND_AT: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Do this program's part of the sort, and return the program's number, by which it started.
@@ -148,6 +148,7 @@ def _order_tokens(
     Counters: programs that have started, and those that are done with the first digit, and past waiting. They end as zeros.
     """
     FIRSTS: tl.constexpr = (1 << LOW_BITS) // 4
+    halfway_ptr, order_ptr, arrived_ptr = sorted_ptrs
     program = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
     if program == tl.num_programs(0) - 1:  # all have started
         tl.store(arrived_ptr, 0)
@@ -180,7 +181,7 @@ def _embedding_kernel(
     program = tl.program_id(0)
     if order_ptr is not None:
         program = _order_tokens(
-            ids_ptr, halfway_ptr, order_ptr, arrived_ptr, M, ROWS, FIRST, PADDING,
+            ids_ptr, (halfway_ptr, order_ptr, arrived_ptr), M, ROWS, FIRST, PADDING,
             LOW_BITS, SECONDS, SECOND_AT, SEGMENTS,
         )  # fmt: skip
     tokens = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,0 +1,1 @@
+"""The gated delta rule of hybrid layers, and its gates."""
