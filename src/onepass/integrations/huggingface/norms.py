@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.gated_norms import find_gated_norm, gated_norm_forward
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import FP64, close, own_forward, parameters_of, probe, probe_forward, randn
 from onepass.integrations.huggingface.snapshot import UNREAD, Reads, Snapshot, reads_of
@@ -130,6 +131,9 @@ def replace_norms(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, N
             patches.set_forward(module, _forward, norm)
             made[module] = norm
             rows.append(row(by=norm.name, match=norm))
+        elif (gated := find_gated_norm(module)) is not None:
+            patches.set_forward(module, gated_norm_forward, gated)
+            rows.append(row(by=gated.name, match=gated))
         elif looks_like_a_norm(module):
             rows.append(row(why="it has a forward of its own already" if own_forward(module) else "it computes something else"))
     return made, rows
