@@ -431,11 +431,15 @@ def huggingface_line(row, eager):
     return line([row["case"], row["contender"], *cells])
 
 
+HUGGINGFACE_PACKAGES = ("torch", "transformers", "Liger", "Unsloth", "axolotl")
+
+
 def huggingface_table(path, but=OURS_FP8):
     """but: the contender that is left out."""
     results = json.loads(path.read_text())
     has = results["versions"]
-    said = f"torch {has['torch']}, transformers {has['transformers']}, Liger {has['peers']['Liger']}"
+    packages = has | has["peers"]
+    said = ", ".join(f"{name} {packages[name]}" for name in HUGGINGFACE_PACKAGES if name in packages)
     lines = [f"One {results['device']}, bf16, {said}; commit {results['commit']}.", ""]
     titles = "ms a step", "tokens/s", "of eager's ms", "GiB", "of eager's GiB", "losses apart", "gradients' error, of eager's"
     lines += header("", "", *titles)
@@ -620,7 +624,9 @@ def headline(folder, others=()):
         ),
         backward_headline("`rms_norm`, backward, 16384 x 8192", folder / "norm.json", "rms 16384x8192"),
         both_headline(
-            "Experts of a mixture with `onepass[quack]`, 16384 x 2048, 8 of 128 x 768 a token", folder / "experts.json", "swiglu 16384x2048x128x768x8"
+            "Experts of a mixture with `onepass[quack]`, 16384 x 2048, 8 of 128 x 768 a token",
+            folder / "experts.json",
+            "swiglu 16384x2048x128x768x8",
         ),
         *measured_elsewhere(others),
     ]

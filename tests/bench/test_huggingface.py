@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench.benching import bench
+import torch.nn.functional as F
+from bench.benching import bench, stand_in
+from torch import Tensor
 
 from onepass.bench import huggingface, huggingface_process
 from onepass.bench.huggingface_cases import (
+    AXOLOTL,
     CONTENDERS,
     EAGER,
     LIGER,
@@ -27,6 +30,7 @@ from onepass.bench.huggingface_cases import (
     OURS_COMPILED,
     OURS_FP8,
     OURS_PACKED,
+    UNSLOTH,
     AcceptanceBar,
     ModelCase,
     ModelResult,
@@ -40,6 +44,7 @@ from onepass.integrations.huggingface import apply
 CPU = torch.device("cpu")
 LLAMA = cases(quick=True)[0]
 CHATS = next(case for case in cases(quick=True) if case.chats)
+LORA = next(case for case in cases(quick=True) if case.lora_rank)
 
 
 pytestmark = pytest.mark.usefixtures("by_formula")
@@ -77,6 +82,53 @@ def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
     assert all(found is not None and found[1] for bar in bars for found in [reached(bar, rows)])
     assert rows[0].losses != rows[1].losses != rows[2].losses  # they did not do the same
     assert rows[2].error_of_eager is not None and rows[2].error_of_eager > 3  # of eight bits
+
+
+def _lora_functions(calls: list[str]) -> dict[str, Any]:
+    """Stand-ins for a package's functions, which read the layers' parameters and don't call the layers."""
+
+    def layer(projection: Any, x: Tensor) -> Tensor:
+        a, b = (part["default"].weight for part in (projection.lora_A, projection.lora_B))
+        added = F.linear(F.linear(x.to(a.dtype), a), b) * projection.scaling["default"]
+        return (F.linear(x, projection.base_layer.weight) + added).to(x.dtype)
+
+    def apply_lora_qkv(self: Any, X: Tensor) -> tuple[Tensor, ...]:
+        calls.append("qkv")
+        return tuple(layer(projection, X) for projection in (self.q_proj, self.k_proj, self.v_proj))
+
+    def apply_lora_o(self: Any, X: Tensor) -> Tensor:
+        calls.append("o")
+        return layer(self.o_proj, X)
+
+    def apply_lora_mlp_swiglu(self: Any, X: Tensor) -> Tensor:
+        calls.append("mlp")
+        return layer(self.down_proj, F.silu(layer(self.gate_proj, X)) * layer(self.up_proj, X))
+
+    return {function.__name__: function for function in (apply_lora_qkv, apply_lora_o, apply_lora_mlp_swiglu)}
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT's
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("name", "module"), [(UNSLOTH, "unsloth.kernels.fast_lora"), (AXOLOTL, "axolotl.kernels.lora")])
+def test_layers_with_lora_run_by_a_package_s_functions(
+    name: str, module: str, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    calls: list[str] = []
+    liger = {"_apply_liger_kernel_to_instance": lambda model: calls.append(type(model).__name__)}
+    modules = {module: _lora_functions(calls), "liger_kernel.transformers": liger, "unsloth_zoo.temporary_patches": {}}
+    stand_in(monkeypatch, modules)
+    case = replace(LORA, checkpointed=checkpointed)
+    trainer = huggingface_process._Trainer(case, huggingface_process.new_model(case, CPU), name)
+    trainer.step(next(huggingface_process.tokens(case, CPU)))
+    layer = ["qkv", "o", "mlp"]
+    assert calls == ["LlamaForCausalLM", *layer * 2, *(layer * 2 if checkpointed else [])]
+    del calls[:]
+    rows = [huggingface_process.measured(case, each, CPU, 2, True) for each in (EAGER, name)]
+    compare(rows)
+    assert rows[1].error_of_eager is not None and rows[1].error_of_eager <= 1.25
+    assert rows[1].loss_apart is not None and rows[1].loss_apart < 2e-3
 
 
 def test_a_gpu_without_eight_bits_skips_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +488,19 @@ def test_what_cannot_be_done_is_said_at_once(arguments: list[str], words: str, c
     pytest.importorskip("matplotlib")
     assert bench(*arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_peer_s_packages_are_all_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, ends, gpu = argparse.Namespace(contender=None), float("inf"), torch.device("cuda")
+    monkeypatch.setattr(huggingface, "find_peers", lambda: {"Liger": "0.8.5", "axolotl": "0.19.0", "TRL": "1.16"})
+    found = huggingface._skipped(UNSLOTH, args, gpu, ends)
+    assert found is not None and found.message == "not installed: Unsloth"
+    assert huggingface._skipped(AXOLOTL, args, gpu, ends) is None
+    assert huggingface._facts(CPU, 1, True)["versions"]["peers"] == {"Liger": "0.8.5", "axolotl": "0.19.0"}
+    found = huggingface._skipped(AXOLOTL, args, CPU, ends)
+    assert found is not None and found.message == "its kernels need a GPU"
+    with_lora = [case.name for case in cases(quick=False) if {UNSLOTH, AXOLOTL} <= set(case.contenders)]
+    assert with_lora == [case.name for case in cases(quick=False) if case.lora_rank]
 
 
 def test_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`onepass bench huggingface`: training steps of Hugging Face models, eager, compiled, with Liger and with onepass.
+"""`onepass bench huggingface`: training steps of Hugging Face models, eager, compiled, with peers' kernels and with onepass.
 
 Each contender trains each model in a process of its own (huggingface_process.py). If it fails, its row says so. Contenders that
 don't fit into --budget are skipped, and their rows say so. --json writes the rows as they come. It keeps the file's rows of other
@@ -26,7 +26,7 @@ import torch
 from onepass.bench.huggingface_cases import (
     COMPILED,
     CONTENDERS,
-    LIGER,
+    NEEDS,
     OURS_COMPILED,
     OURS_FP8,
     RIGHT,
@@ -141,9 +141,9 @@ def _skipped(name: str, args: argparse.Namespace, device: torch.device, ends: fl
     why = None
     if time.monotonic() >= ends:
         why = "no time is left of --budget"
-    elif name == LIGER and LIGER not in find_peers():
-        why = "not installed"
-    elif name == LIGER and device.type == "cpu":
+    elif absent := [package for package in NEEDS.get(name, ()) if package not in find_peers()]:
+        why = f"not installed: {', '.join(absent)}"
+    elif name in NEEDS and device.type == "cpu":
         why = "its kernels need a GPU"
     elif name in (COMPILED, OURS_COMPILED) and device.type == "cpu" and not args.contender:
         why = "left out of --quick on a CPU, where compiling takes most of the time"
@@ -198,7 +198,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _facts(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
     """Return the facts that rows of one table must share."""
-    peers = {name: version for name, version in find_peers().items() if name == LIGER}
+    compared = {package for packages in NEEDS.values() for package in packages}
+    peers = {name: version for name, version in find_peers().items() if name in compared}
     return {
         "commit": commit(),
         "device": device_name(device),

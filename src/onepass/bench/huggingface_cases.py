@@ -9,9 +9,12 @@ from typing import Any
 
 from onepass.bench.model import worst
 
-EAGER, COMPILED, LIGER, OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED = CONTENDERS = (
-    "eager", "torch.compile", "Liger", "onepass", "onepass + torch.compile", "onepass fp8", "onepass packed",
+EAGER, COMPILED, LIGER, UNSLOTH, AXOLOTL, OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED = CONTENDERS = (
+    "eager", "torch.compile", "Liger", "Liger + Unsloth", "Liger + axolotl", "onepass", "onepass + torch.compile", "onepass fp8",
+    "onepass packed",
 )  # fmt: skip
+# Peers' packages, as peers.py names them. Unsloth's and axolotl's functions are of layers with LoRA, and Liger does the rest.
+NEEDS = {LIGER: ("Liger",), UNSLOTH: ("Liger", "Unsloth"), AXOLOTL: ("Liger", "axolotl")}
 MINE = (OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED)
 _FP8_FAR = (("loss_apart", 2e-2), ("error_of_eager", 30.0))  # a product's gradient is 1/16 off, as e5m2 is; bf16's is 1/300
 
@@ -74,6 +77,7 @@ class ModelCase:
     @property
     def contenders(self) -> tuple[str, ...]:
         left_out = {OURS_PACKED} if self.chats is None else set()
+        left_out |= set() if self.lora_rank else {UNSLOTH, AXOLOTL}
         left_out |= {COMPILED, OURS_COMPILED, OURS_FP8} if self.four_bits else set()  # compiled, such layers are their own code
         return tuple(name for name in CONTENDERS if name not in left_out)
 

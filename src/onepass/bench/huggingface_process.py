@@ -12,6 +12,7 @@ the error.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.bench.huggingface_cases import (
+    AXOLOTL,
     COMPILED,
     EAGER,
     LIGER,
@@ -35,10 +38,11 @@ from onepass.bench.huggingface_cases import (
     OURS_COMPILED,
     OURS_FP8,
     OURS_PACKED,
+    UNSLOTH,
     ModelCase,
     ModelResult,
 )
-from onepass.bench.peers import imported
+from onepass.bench.peers import imported, unsloth_lora
 from onepass.profiling.record import run, synchronize
 
 _ROUNDS, _WARM = 5, 3
@@ -182,6 +186,30 @@ def _liger(model: Any) -> Any:
     return model
 
 
+def _with_lora_functions(model: Any, kernels: Any) -> Any:
+    """Let Liger's kernels and a package's functions of layers with LoRA run a Llama, as the package patches it."""
+    _liger(model)
+    for layer in model.get_base_model().model.layers:
+        _with_functions_of(layer.self_attn, kernels)
+        layer.mlp.forward = partial(kernels.apply_lora_mlp_swiglu, layer.mlp)
+    return model
+
+
+def _with_functions_of(attention: Any, kernels: Any) -> None:
+    """The model's code calls q_proj, then k_proj and v_proj: the first makes all three."""
+    waiting: dict[str, Tensor] = {}
+
+    def q_proj(x: Tensor) -> Tensor:
+        q: Tensor
+        q, waiting["k"], waiting["v"] = kernels.apply_lora_qkv(attention, x)
+        return q
+
+    attention.q_proj.forward = q_proj
+    attention.k_proj.forward = lambda x: waiting.pop("k")
+    attention.v_proj.forward = lambda x: waiting.pop("v")
+    attention.o_proj.forward = partial(kernels.apply_lora_o, attention)
+
+
 def _compiled(model: Any) -> Any:
     return torch.compile(model, dynamic=False)
 
@@ -189,6 +217,8 @@ def _compiled(model: Any) -> Any:
 _MAKE: dict[str, Callable[[Any], Any]] = {
     COMPILED: _compiled,
     LIGER: _liger,
+    UNSLOTH: lambda model: _with_lora_functions(model, unsloth_lora()),
+    AXOLOTL: lambda model: _with_lora_functions(model, importlib.import_module("axolotl.kernels.lora")),
     OURS: _onepass,
     OURS_COMPILED: lambda model: _compiled(_onepass(model)),
     OURS_FP8: lambda model: _onepass(model, "fp8"),

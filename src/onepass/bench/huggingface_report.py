@@ -26,11 +26,11 @@ class ModelReport:
 
     def header(self, facts: dict[str, Any]) -> None:
         has = facts["versions"]
-        liger = has["peers"].get("Liger")
+        peers = ", ".join(f"{name} {version}" for name, version in has["peers"].items()) or "no peers"
         self.say(f"[bold]onepass {has['onepass']}[/] ({facts['commit'] or 'no checkout'}) on [bold]{escape(facts['device'])}[/]")
         self.say(
             f"torch {has['torch']}, triton {has['triton'] or 'not installed'}, transformers {has['transformers']}, "
-            f"Liger {liger or 'not installed'}; bf16, AdamW(fused=True), losses of {facts['steps']} steps\n"
+            f"{peers}; bf16, AdamW(fused=True), losses of {facts['steps']} steps\n"
         )
 
     def begins(self, case: ModelCase, name: str) -> None:
