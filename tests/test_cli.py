@@ -180,6 +180,7 @@ def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, caps
 _MESSAGES = {"bench": "bench", "doctor": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
 _OTHERS = {"bench/record.py": {"--error-unmatch", "--porcelain", "--short"}, "train/layout.py": {"--nproc-per-node"}}
 _OTHERS["train/foreign_flags.py"] = {*foreign_flags._OURS}
+_OTHERS["integrations/huggingface/families.py"] = {"--page"}
 _OTHERS["testing/sanitize.py"] = {"--print-limit", "--report-api-errors"}
 
 

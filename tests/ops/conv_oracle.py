@@ -51,10 +51,12 @@ def draw(case: Case, seed: int = 0):
 
 @contextlib.contextmanager
 def small_tiles(module):
-    """Patch the module to narrow tiles and short chunks, on a GPU of three multiprocessors. Yield the counters."""
-    names, counters = modules_of(module)["onepass.ops.convolution.kernels"], Counters()
-    changes = {"FORWARD_COLUMNS": 16, "BACKWARD_COLUMNS": 16, "LEAST_ROWS": 8, "processors": lambda _: 3}
-    with replaced(names, [names["_forward_plan"], names["_backward_plan"]], stream_scratch=counters.scratch, **changes):
+    """Patch the module to narrow tiles and short chunks, on a GPU of five multiprocessors. Yield the counters."""
+    modules, counters = modules_of(module), Counters()
+    names, tiles = (modules[f"onepass.ops.convolution.{name}"] for name in ("kernels", "tiles"))
+    changes = {"FORWARD_COLUMNS": 16, "BACKWARD_COLUMNS": 16, "LEAST_ROWS": 8, "processors": lambda _: 5}
+    plans = [names["_forward_plan"], names["_backward_plan"]]
+    with replaced(tiles, plans, **changes), replaced(names, plans, stream_scratch=counters.scratch):
         yield counters
 
 

@@ -219,7 +219,7 @@ def test_autocast_leaves_the_type_of_x(backend):
 def test_explain_names_the_kernels():
     x, weight, bias = tensors(4, 64, C=1024)
     said = onepass.explain(onepass.causal_conv1d, x, weight, bias, backend="triton").variant
-    assert "forward in chunks of" in said and "x 256 columns" in said and "x 128 columns" in said and said.endswith("keeps x")
+    assert "forward in chunks of" in said and said.count("x 128 columns") == 2 and said.endswith("keeps x")
     said = onepass.explain("causal_conv1d", x[:1], weight, cu_seqlens=boundaries(0, 64), backend="triton").variant
     assert "position in its document" in said
     assert "nothing to do" in onepass.explain("causal_conv1d", x[:0], weight, backend="triton").variant

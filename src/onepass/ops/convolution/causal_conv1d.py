@@ -23,7 +23,8 @@ from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grads
 from onepass.kernels.language import kernels_unsupported
 from onepass.ops.convolution import kernels
-from onepass.ops.convolution.kernels import ConvKept, ConvOptions
+from onepass.ops.convolution.kernels import ConvKept
+from onepass.ops.convolution.tiles import MOST_ROWS, PIECES, WIDEST_HEAD, ConvOptions, backward_tiles, chunk_rows, forward_tiles
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_device, check_eps, check_floating, check_vector
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable
@@ -169,22 +170,22 @@ def unsupported(x: Tensor, split: Sequence[int] | None, l2_norm: HeadWidths) -> 
     """Why the kernels can't take this call, or None."""
     if x.dtype not in _TYPES:
         return f"x is {x.dtype}"
-    if split is not None and len(split) > kernels.PIECES:
-        return f"split has {len(split)} pieces, and the kernels write {kernels.PIECES}"
-    if x.shape[:-1].numel() > kernels.MOST_ROWS:
-        return f"x has {x.shape[:-1].numel()} rows, and the kernels count {kernels.MOST_ROWS}"
+    if split is not None and len(split) > PIECES:
+        return f"split has {len(split)} pieces, and the kernels write {PIECES}"
+    if x.shape[:-1].numel() > MOST_ROWS:
+        return f"x has {x.shape[:-1].numel()} rows, and the kernels count {MOST_ROWS}"
     heads = {width for width in _heads_of(split, l2_norm) if width}
     if len(heads) > 1:
         return f"heads are of {' and '.join(map(str, sorted(heads)))} columns, and the kernels know one width"
-    if heads and max(heads) > kernels.WIDEST_HEAD:
-        return f"heads of {max(heads)} are longer than {kernels.WIDEST_HEAD}"
+    if heads and max(heads) > WIDEST_HEAD:
+        return f"heads of {max(heads)} are longer than {WIDEST_HEAD}"
     return kernels_unsupported("x", x)
 
 
 def _options(
     x: Tensor, activation: str | None, split: Sequence[int] | None, l2_norm: HeadWidths, eps: float
 ) -> ConvOptions:  # fmt: skip
-    first, second, third = (*(x.shape[-1:] if split is None else split), 0, 0)[: kernels.PIECES]
+    first, second, third = (*(x.shape[-1:] if split is None else split), 0, 0)[: PIECES]
     heads = _heads_of(split, l2_norm)
     normed = sum(1 << i for i, head in enumerate(heads) if head)
     return ConvOptions(activation == "silu", float(eps), first, second, third, normed, max(heads))
@@ -198,9 +199,9 @@ def variant(call: Call) -> str:
     options = _options(x, call.activation, call.split, call.l2_norm, call.eps)
     M, said = x.shape[:-1].numel(), []
     W = call.weight.shape[-1]
-    both = kernels.forward_tiles(options, W, x.element_size()), kernels.backward_tiles(options, W)
+    both = [tiles(options, W, x.element_size()) for tiles in (forward_tiles, backward_tiles)]
     for name, tiles in zip(("forward", "backward"), both, strict=True):
-        rows = kernels.chunk_rows(M, tiles, x.device)
+        rows = chunk_rows(M, tiles, x.device)
         said.append(f"{name} in chunks of {rows} rows x {tiles.heads * tiles.head} columns, {tiles.rows} rows a turn")
     documents = "" if call.cu_seqlens is None else " and each row's position in its document"
     return f"{'; '.join(said)}; keeps x{documents}"

@@ -6,7 +6,8 @@ With x_t row t, p = bias + sum_j w_j x_{t-j}, s = silu(p), and h = s / |s| of ea
     dx_t = sum_j w_j c_{t+j},  dw_j = sum_t c_t x_{t-j},  dbias = sum_t c_t
 Rows of all sequences follow each other, and chunks are cut anywhere: a sequence begins as a document does.
 A turn takes some rows at once and hands the last W - 1 of x on in registers, and in backward of c: each row is loaded once.
-Backward makes dx of a row when it has c of the W - 1 rows after it; those of the next chunk it computes again.
+A turn's rows are loaded before the turn before them is computed. Backward makes dx of a row when it has c of the W - 1 rows after
+it; those of the next chunk it computes again.
 
 `since` has each row's position in its document, -1 where the boundaries are wrong, which makes NaN. A turn is whole where no
 document begins in it or W - 2 rows before: its last row tells. Whole turns take no masks. The rows of others, and those past a
@@ -33,30 +34,8 @@ from onepass.kernels.layout import as_rows
 from onepass.kernels.rows import inside_row, load_vector
 from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.kernels.sigmoid import LOG2_E, sigmoid
-from onepass.runtime.sizes import ceil_div, power_of_two, processors
-
-WIDEST_HEAD, PIECES, MOST_ROWS = 256, 3, 2**31 - 2**16  # rows' numbers have 31 bits, and chunks end past the last
-# Columns, values of a warp, rows a turn (half as many of fp32 in forward), and warps a multiprocessor, which share its registers:
-# fewer of convolutions wider than 4. Backward has 4 values a thread for 8: it also holds sums and W - 1 rows of gradients.
-FORWARD_COLUMNS, FORWARD_VALUES, FORWARD_ROWS, FORWARD_WARPS = 256, 256, 8, 12
-BACKWARD_COLUMNS, BACKWARD_VALUES, BACKWARD_ROWS, BACKWARD_WARPS = 128, 128, 4, 14
-LEAST_ROWS = 32  # of a chunk
-
-
-class ConvOptions(NamedTuple):
-    """What causal_conv1d takes besides tensors, as the kernels know it."""
-
-    silu: bool
-    eps: float
-    first: int  # columns of the pieces
-    second: int
-    third: int
-    normed: int  # a bit a piece: its heads are normalised
-    head: int  # their width, or 0
-
-    @property
-    def sizes(self) -> list[int]:
-        return [size for size in (self.first, self.second, self.third) if size]
+from onepass.ops.convolution.tiles import ConvOptions, ConvTiles, backward_tiles, chunk_rows, forward_tiles
+from onepass.runtime.sizes import ceil_div
 
 
 class ConvKept(NamedTuple):
@@ -135,10 +114,12 @@ def _offset(row, DISTANCE):
 
 
 @device_function
-def _more_rows(rows, x_ptr, ROW, row, end, inside, COUNT: tl.constexpr, MASKED: tl.constexpr):
-    """Return the rows and COUNT more, the first of which is number `row`; zeros from `end` on."""
+def _load_rows(x_ptr, ROW, row, end, inside, COUNT: tl.constexpr):
+    """Return COUNT rows, the first of which is number `row`; zeros from `end` on."""
+    rows = ()
+    x_ptr += _offset(row, ROW)
     for u in tl.static_range(COUNT):
-        rows += (tl.load(x_ptr + u * ROW, mask=inside & (row + u < end) if MASKED else inside, other=0.0),)
+        rows += (tl.load(x_ptr + u * ROW, mask=inside & (row + u < end), other=0.0),)
     return rows
 
 
@@ -174,14 +155,12 @@ def _convolve(rows, weights, bias, position, AT: tl.constexpr, W: tl.constexpr, 
 
 @device_function
 def _forward_turn(pointers, rows, weights, bias, bounds, inside, eps, SHAPE, COUNT: tl.constexpr, MASKED: tl.constexpr):
-    """Make COUNT rows from `row` on, of which `rows` are the W - 1 before. Return the last W - 1."""
-    x_ptr, since_ptr, y_ptr = pointers
+    """Make COUNT rows from `row` on. `rows`: the W - 1 before, and those themselves. Return the last W - 1."""
+    _, since_ptr, y_ptr = pointers
     row, _, last, M, S, SIZE = bounds
-    ROW: tl.constexpr = SHAPE[0]
     W: tl.constexpr = SHAPE[1]
     SILU: tl.constexpr = SHAPE[2]
     NORMED: tl.constexpr = SHAPE[3]
-    rows = _more_rows(rows, x_ptr + _offset(row, ROW), ROW, row, last, inside, COUNT, MASKED)
     y_ptr += _offset(row, SIZE)
     for u in tl.static_range(COUNT):
         position = _position(since_ptr, row + u, M, S) if MASKED else 0
@@ -206,17 +185,21 @@ def _forward_chunk(pointers, weights, bias, bounds, inside, eps, SHAPE, COUNT: t
     W: tl.constexpr = SHAPE[1]
     rows = _rows_before(x_ptr, first, inside, ROW, W)
     position = first % S
+    ahead = _load_rows(x_ptr, ROW, first, last, inside, COUNT)
     for row in tl.range(first, last, COUNT, num_stages=1):
+        now = ahead
+        ahead = _load_rows(x_ptr, ROW, row + COUNT, last, inside, COUNT)
         whole = row + COUNT <= last
         if whole:
             whole = _is_whole(since_ptr, position, row, S, COUNT, W)
         if whole:
             at = (row, first, last, M, S, SIZE)
-            rows = _forward_turn(pointers, rows, weights, bias, at, inside, eps, SHAPE, COUNT, False)
+            rows = _forward_turn(pointers, rows + now, weights, bias, at, inside, eps, SHAPE, COUNT, False)
         else:
             for each in tl.range(row, tl.minimum(row + COUNT, last), num_stages=1):
                 at = (each, first, last, M, S, SIZE)
-                rows = _forward_turn(pointers, rows, weights, bias, at, inside, eps, SHAPE, 1, True)
+                one = _load_rows(x_ptr, ROW, each, last, inside, 1)
+                rows = _forward_turn(pointers, rows + one, weights, bias, at, inside, eps, SHAPE, 1, True)
         position += COUNT
         position = tl.where(position >= S, position - S, position)  # of sequences shorter than a turn no turn is whole
 
@@ -249,15 +232,17 @@ def _conv_forward_kernel(
 
 
 @device_function
-def _backward_turn(pointers, carried, weights, bias, bounds, inside, eps, SHAPE, COUNT: tl.constexpr, MASKED: tl.constexpr):
-    """Take COUNT rows from `row` on, and make dx of as many from W - 1 rows before on.
+def _backward_turn(pointers, taken, weights, bias, bounds, inside, eps, SHAPE, COUNT: tl.constexpr, MASKED: tl.constexpr):
+    """Take COUNT rows from `row` on, of x and dy, and make dx of as many from W - 1 rows before on.
 
     Carried are the W - 1 rows before of x and of c, the weight's sums and the bias's. Return these for the next turn.
     """
-    x_ptr, since_ptr, dy_ptr, dx_ptr, _ = pointers
+    _, since_ptr, _, dx_ptr, _ = pointers
+    carried, loaded = taken
     rows, grads, sums, dbias = carried
-    row, first, last, M, S, SIZE = bounds
-    ROW: tl.constexpr = SHAPE[0]
+    xs, dys = loaded
+    rows += xs
+    row, first, last, M, S, _ = bounds
     C: tl.constexpr = SHAPE[1]
     W: tl.constexpr = SHAPE[2]
     SILU: tl.constexpr = SHAPE[3]
@@ -265,8 +250,6 @@ def _backward_turn(pointers, carried, weights, bias, bounds, inside, eps, SHAPE,
     DX: tl.constexpr = SHAPE[5]
     DW: tl.constexpr = SHAPE[6]
     DB: tl.constexpr = SHAPE[7]
-    rows = _more_rows(rows, x_ptr + _offset(row, ROW), ROW, row, M, inside, COUNT, MASKED)
-    dys = _more_rows((), dy_ptr + _offset(row, SIZE), SIZE, row, M, inside, COUNT, MASKED)
     if DX:
         dx_ptr += _offset(row - (W - 1), C)
     positions = ()
@@ -312,8 +295,14 @@ def _backward_turn(pointers, carried, weights, bias, bounds, inside, eps, SHAPE,
 
 
 @device_function
+def _load_both(x_ptr, dy_ptr, ROW, SIZE, row, M, inside, COUNT: tl.constexpr):
+    """Return COUNT rows of x and of dy, the first of which is number `row`."""
+    return _load_rows(x_ptr, ROW, row, M, inside, COUNT), _load_rows(dy_ptr, SIZE, row, M, inside, COUNT)
+
+
+@device_function
 def _backward_chunk(pointers, weights, bias, bounds, columns, inside, eps, SHAPE, COUNT: tl.constexpr):
-    x_ptr, since_ptr, _, _, partial_ptr = pointers
+    x_ptr, since_ptr, dy_ptr, _, partial_ptr = pointers
     first, last, M, S, SIZE = bounds
     ROW: tl.constexpr = SHAPE[0]
     C: tl.constexpr = SHAPE[1]
@@ -329,17 +318,21 @@ def _backward_chunk(pointers, weights, bias, bounds, columns, inside, eps, SHAPE
     carried = (_rows_before(x_ptr, first, inside, ROW, W), grads, sums, zeros)
     end = last + (W - 1 if DX else 0)
     position = first % S
+    ahead = _load_both(x_ptr, dy_ptr, ROW, SIZE, first, M, inside, COUNT)
     for row in tl.range(first, end, COUNT, num_stages=1):
+        now = ahead
+        ahead = _load_both(x_ptr, dy_ptr, ROW, SIZE, row + COUNT, M, inside, COUNT)
         whole = row + COUNT <= last
         if whole:
             whole = _is_whole(since_ptr, position, row, S, COUNT, W)
         if whole:
             at = (row, first, last, M, S, SIZE)
-            carried = _backward_turn(pointers, carried, weights, bias, at, inside, eps, SHAPE, COUNT, False)
+            carried = _backward_turn(pointers, (carried, now), weights, bias, at, inside, eps, SHAPE, COUNT, False)
         else:
             for each in tl.range(row, tl.minimum(row + COUNT, end), num_stages=1):
                 at = (each, first, last, M, S, SIZE)
-                carried = _backward_turn(pointers, carried, weights, bias, at, inside, eps, SHAPE, 1, True)
+                one = _load_both(x_ptr, dy_ptr, ROW, SIZE, each, M, inside, 1)
+                carried = _backward_turn(pointers, (carried, one), weights, bias, at, inside, eps, SHAPE, 1, True)
         position += COUNT
         position = tl.where(position >= S, position - S, position)
     _, _, sums, dbias = carried
@@ -394,48 +387,7 @@ def _conv_backward_kernel(
             leave_helpers(arrived_ptr, helpers)
 
 
-# ---- tiles: from the shape, never by trial ----
-
-
-class ConvTiles(NamedTuple):
-    heads: int  # of a tile
-    head: int  # columns of one
-    tiles: int  # across x
-    num_warps: int
-    rows: int  # of a turn
-    resident: int  # programs a multiprocessor
-
-    @property
-    def block(self) -> int:
-        return power_of_two(self.head)
-
-    def are_whole(self, options: ConvOptions) -> bool:
-        """Whether no tile has columns that a piece has not."""
-        return self.block == self.head and not any(size % (self.heads * self.head) for size in options.sizes)
-
-
-def _tiles(options: ConvOptions, W: int, columns: int, values: int, rows: int, warps: int) -> ConvTiles:
-    head = options.head or columns
-    heads = max(1, columns // power_of_two(head))
-    tiles = sum(ceil_div(size, heads * head) for size in options.sizes)
-    num_warps = max(1, heads * power_of_two(head) // values)
-    return ConvTiles(heads, head, tiles, num_warps, rows, max(1, min(warps, 4 * warps // W) // num_warps))
-
-
-def forward_tiles(options: ConvOptions, W: int, size: int) -> ConvTiles:
-    """`size`: bytes of a value of x."""
-    rows = FORWARD_ROWS if size == 2 else FORWARD_ROWS // 2
-    return _tiles(options, W, FORWARD_COLUMNS, FORWARD_VALUES, rows, FORWARD_WARPS)
-
-
-def backward_tiles(options: ConvOptions, W: int) -> ConvTiles:
-    return _tiles(options, W, BACKWARD_COLUMNS, BACKWARD_VALUES, BACKWARD_ROWS, BACKWARD_WARPS)
-
-
-def chunk_rows(M: int, tiles: ConvTiles, device: torch.device) -> int:
-    """Return the rows of a chunk, a multiple of a turn's, so that all chunks of all tiles run at the same time."""
-    chunks = max(1, tiles.resident * processors(device) // tiles.tiles)
-    return ceil_div(max(LEAST_ROWS, ceil_div(M, chunks)), tiles.rows) * tiles.rows
+# ---- calls ----
 
 
 @lru_cache(4096)
@@ -451,17 +403,14 @@ def _forward_plan(row: int, W: int, size: int, options: ConvOptions) -> tuple[Co
 
 
 @lru_cache(4096)
-def _backward_plan(row: int, W: int, options: ConvOptions, add: bool) -> tuple[ConvTiles, Bound]:
+def _backward_plan(row: int, W: int, size: int, options: ConvOptions, add: bool) -> tuple[ConvTiles, Bound]:
     silu, eps, *sizes, normed, _ = options
-    tiles = backward_tiles(options, W)
+    tiles = backward_tiles(options, W, size)
     bound: Bound = _conv_backward_kernel.bind(
         eps, row, W, *sizes, normed, silu, add, tiles.tiles, tiles.heads, tiles.head, tiles.block, tiles.are_whole(options),
         tiles.rows, 32, 32, num_warps=tiles.num_warps, resident=tiles.resident, fused=False,
     )  # fmt: skip
     return tiles, bound
-
-
-# ---- calls ----
 
 
 def conv_forward(
@@ -489,7 +438,7 @@ def conv_backward(
     given: list[Tensor | None] = [weight if need_dweight else None, bias if need_dbias else None]
     dweight, dbias = [None if t is None else torch.empty_like(t) for t in given] if into is None else into
     x, row = as_rows(x)
-    tiles, launch = _backward_plan(row, W, options, into is not None)
+    tiles, launch = _backward_plan(row, W, x.element_size(), options, into is not None)
     rows = chunk_rows(M, tiles, x.device)
     chunks = ceil_div(M, rows)
     partial = arrived = None
