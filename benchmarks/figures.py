@@ -13,7 +13,7 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/gpt_fp8_1B.json                              the same, by onepass in eight bits and not
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
     scripts/huggingface.json                             onepass bench huggingface
-    scripts/lora.json                                    onepass bench lora
+    scripts/lora.json, lora_peers.json                   onepass bench lora
 
 What has eight bits, in any of these files, is left out of their tables and has one of its own, for each GPU.
 """
@@ -615,9 +615,9 @@ def headline(folder, others=()):
         ),
         huggingface_headline(
             "Training step, Llama 8B, Hugging Face, LoRA of rank 16, 2 x 2048 tokens",
-            scripts / "lora.json",
+            scripts / "lora_peers.json",
             "lora_8b 2x2048",
-            beside="Liger",
+            beside="Liger + axolotl",
         ),
         loss_headline(
             "`linear_cross_entropy`, 8192 x 4096 x 128256", scripts / "linear_cross_entropy.json", "8192 x 4096 x 128256"
@@ -793,7 +793,12 @@ def all_figures(folder=RESULTS):
         PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
         FP8: fp8_tables(folder.parent),
-        LORA: "\n\n".join(huggingface_table(each / "lora.json", but=None) for each in every if (each / "lora.json").exists()),
+        LORA: "\n\n".join(
+            huggingface_table(each / name, but=None)
+            for each in every
+            for name in ("lora_peers.json", "lora.json")
+            if (each / name).exists()
+        ),
     }
 
 
