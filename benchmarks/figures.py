@@ -661,9 +661,14 @@ OPS_ROWS = [
         "causal_conv1d",
     ),
     (
-        "[`delta_gates`](docs/guide.md#the-gates-of-a-delta-rule)",
+        "[`delta_gates`](docs/guide.md#delta-rules)",
         "the gates of a gated delta rule from their projections, read where they lie; saves its inputs only",
         "delta_gates",
+    ),
+    (
+        "[`gated_delta_rule`](docs/guide.md#delta-rules)",
+        "the delta rule by FlashQLA's or FLA's kernels, or a formula; documents, states, compiled, on DTensors",
+        "gated_delta_rule",
     ),
     ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
     (

@@ -18,6 +18,7 @@ from onepass.ops.attention.attention import attention
 from onepass.ops.attention.rope import rope
 from onepass.ops.convolution.causal_conv1d import causal_conv1d
 from onepass.ops.delta.delta_gates import delta_gates
+from onepass.ops.delta.gated_delta_rule import gated_delta_rule
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.embedding.embedding import embedding
 from onepass.ops.experts.experts import experts
@@ -85,6 +86,7 @@ __all__ = [
     "freeze_weight",
     "frozen_weight",
     "fuse",
+    "gated_delta_rule",
     "gated_norm_linear",
     "gated_rms_norm",
     "gpt",

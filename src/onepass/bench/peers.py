@@ -39,6 +39,7 @@ PACKAGES = {
     "torchao": PeerPackage("torchao", "torchao"),
     "cuDNN frontend": PeerPackage("cudnn", "nvidia-cudnn-frontend"),
     "FLA": PeerPackage("fla", "flash-linear-attention"),
+    "FlashQLA": PeerPackage("flash_qla", "flash-qla"),
     "causal-conv1d": PeerPackage("causal_conv1d", "causal-conv1d"),
     "mamba-ssm": PeerPackage("mamba_ssm", "mamba-ssm"),
     "Unsloth": PeerPackage("unsloth", "unsloth"),

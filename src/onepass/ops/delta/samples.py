@@ -1,4 +1,4 @@
-"""Sample calls of the delta rule's gates."""
+"""Sample calls of the gated delta rule, and of its gates."""
 
 from __future__ import annotations
 
@@ -7,19 +7,51 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.ops.delta.delta_gates import delta_gates, delta_gates_reference
+from onepass.ops.delta.gated_delta_rule import gated_delta_rule_reference
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import CoveringCall, Sample, give_main_grad, meta, random_tensors
 
+
+def _rule(
+    B: int, S: int, key_heads: int, H: int, documents: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return q, k, v, g and beta, and where there are documents boundaries, one of them empty, and a state for each."""
+    shapes = *[(B, S, key_heads, 8)] * 2, (B, S, H, 5), *[(B, S, H)] * 2, (documents, H, 8, 5)
+    q, k, v, g, beta, state = random_tensors(shapes, device, torch.float32)
+    q, k = (F.normalize(t, dim=-1) for t in (q, k))
+    tensors = [t.to(dtype) for t in (q, k, v, -g.abs(), beta.sigmoid(), state)]
+    if not documents:
+        return tuple(tensors[:5])
+    ends = [0, *(S * (i + 1) // documents // 3 * 3 for i in range(documents - 2)), *[S] * 2]
+    return *tensors, torch.tensor(ends, dtype=torch.int32, device=device)
+
+
 SAMPLES = {
     "delta_gates": Sample(partial(random_tensors, ((3, 11, 40), (3, 11, 40), (40,), (40,))), delta_gates_reference),
+    "gated_delta_rule": Sample(partial(_rule, 3, 70, 2, 2, 0), gated_delta_rule_reference, dtype=torch.bfloat16),
+    "gated_delta_rule: documents": Sample(
+        partial(_rule, 1, 130, 1, 4, 3),
+        gated_delta_rule_reference,
+        {"output_final_state": True, "scale": 0.5},
+        keywords=("initial_state", "cu_seqlens"),
+        frozen=1,
+        dtype=torch.bfloat16,
+    ),
     "delta_gates: groups": Sample(partial(random_tensors, ((3, 11, 4, 1), (3, 11, 4, 1), (4,), (4,))), delta_gates_reference),
 }
 
 
-SHAPES_OF: dict[str, Any] = {}
+SHAPES_OF: dict[str, Any] = {
+    "gated_delta_rule": {
+        "cu_seqlens": lambda q, given: (2,),
+        "initial_state": lambda q, given: (q.shape[0], *given["v"][2:3], q.shape[3], given["v"][3]),
+    }
+}
+TYPES_OF = {"cu_seqlens": torch.int32}
 
 
 # ---- random calls ----
@@ -36,7 +68,30 @@ def _random_gates(draw: Draw) -> RandomCall:
     return RandomCall(tensors, {}, delta_gates_reference, arithmetic={"y1": "b", "db": "b"}, finite=True)
 
 
-RANDOM_CALLS = {"delta_gates": _random_gates}
+def _random_rule(draw: Draw) -> RandomCall:
+    dtype, heads = draw.dtype(), draw.choose((1, 2, 3))
+    H, K, V = heads * draw.choose((1, 2)), draw.choose((8, 1, 16, 33)), draw.choose((8, 1, 5, 40))
+    B, S = (1, 1, *draw.lead())[-2:]
+    rows, per_head = (B, S, heads, K), (B, S, H)
+    tensors = {"q": RandomTensor(rows, dtype, "tame weight"), "k": RandomTensor(rows, dtype, "tame weight", top=4 * K)}
+    tensors["v"] = RandomTensor((B, S, H, V), dtype, "tame")
+    tensors |= {"g": RandomTensor(per_head, torch.float32, "positive")}  # of which the op gets the negative: states don't grow
+    tensors |= {"beta": RandomTensor(per_head, draw.beside(dtype), "positive")}
+    states = B
+    if B == 1 and draw.flag(0.5):
+        states = draw.choose((2, 1, 4))
+        tensors["cu_seqlens"] = RandomTensor((states + 1,), torch.int32, "boundaries", top=S)
+    if draw.flag(0.3):
+        tensors["initial_state"] = RandomTensor((states, H, K, V), draw.beside(dtype), "tame")
+    options: dict[str, Any] = {"output_final_state": True} if draw.flag() else {}
+
+    def arguments(given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return given | {"g": -given["g"]}
+
+    return RandomCall(tensors, options, partial(gated_delta_rule_reference, **options), finite=True, arguments=arguments)
+
+
+RANDOM_CALLS = {"delta_gates": _random_gates, "gated_delta_rule": _random_rule}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 

@@ -1,0 +1,241 @@
+"""Whose kernels compute the gated delta rule: those of installed wheels, the first that takes a call.
+
+flash_qla   FlashQLA's (flash-qla), for heads of 128 on Hopper and Blackwell; 1.4 to 2.5 times as fast as FLA's by its own figures
+fla         FLA's Triton kernels (flash-linear-attention, or its part fla-core)
+
+Their public functions can't be compiled without a graph break, and give second derivatives that are wrong without a word. So the
+functions of both passes below them are called, whose names and parameters are looked up first. What is missing is said.
+A wheel that is known to compute wrong gradients with the Triton in use is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.language import triton
+from onepass.runtime.documents import are_right
+from onepass.runtime.errors import version_of
+from onepass.runtime.sizes import compute_capability
+from onepass.runtime.wheels import Wheel, find_functions
+
+_ROWS = {"q", "k", "v", "g", "beta", "scale", "initial_state", "cu_seqlens"}
+_FLA = Wheel(
+    "FLA", "fla-core", "pip install flash-linear-attention", "fla.ops.gated_delta_rule.chunk",
+    {
+        "chunk_gated_delta_rule_fwd": _ROWS | {"output_final_state", "chunk_indices", "chunk_size"},
+        "chunk_gated_delta_rule_bwd": _ROWS | {"A", "do", "dht", "chunk_indices", "chunk_size"},
+        "prepare_chunk_indices": {"cu_seqlens", "chunk_size"},
+    },
+    r"(fla|triton)\b",
+)  # fmt: skip
+_QLA = Wheel(
+    "FlashQLA", "flash-qla", "pip install flash-qla", "flash_qla",
+    {
+        "chunk_gated_delta_rule_fwd": _ROWS | {"output_final_state", "auto_cp", "is_train"},
+        "chunk_gated_delta_rule_bwd": _ROWS | {"A", "do", "dht", "auto_cp"},
+    },
+    r"(flash_qla|tilelang|tvm)\b",
+)  # fmt: skip
+_TYPES = (torch.bfloat16, torch.float16)
+CHUNK = 64  # tokens of both wheels' chunks
+_WIDEST_KEYS = 256  # FLA's
+_QLA_HEADS = 128
+_QLA_GPUS = ((9, 0), (10, 0), (10, 3))
+_WRONG_TRITON = (3, 4, 0), (3, 7, 1)  # from the first on, before the second: FLA's gradients on Hopper (its issue 640)
+
+
+class DeltaOptions(NamedTuple):
+    """What the rule takes besides tensors."""
+
+    scale: float
+    final: bool  # whether final states are returned
+    wheel: str
+
+
+class DeltaInputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class DeltaKept(NamedTuple):
+    """What backward has of a call, and the gradients of its results."""
+
+    dy: Tensor
+    dfinal: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sums: Tensor  # of g, as the wheel has them
+    beta: Tensor
+    system: Tensor  # [B, S, H, CHUNK]: the inverse of each chunk's triangular system
+    state: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+# ---- who takes a call ----
+
+
+@lru_cache(1)
+def fla_functions() -> tuple[Any, ...] | str:
+    """Return FLA's functions, or why there are none. Imports the package, which takes seconds."""
+    return find_functions(_FLA)
+
+
+@lru_cache(1)
+def qla_functions() -> tuple[Any, ...] | str:
+    """Return FlashQLA's functions, or why there are none. Imports the package, which takes seconds."""
+    return find_functions(_QLA)
+
+
+def _why_no_fla() -> str | None:
+    functions = fla_functions()
+    return functions if isinstance(functions, str) else None
+
+
+def _why_no_qla() -> str | None:
+    functions = qla_functions()
+    return functions if isinstance(functions, str) else None
+
+
+def _has_wrong_triton() -> bool:
+    first, fixed = _WRONG_TRITON
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+    return first <= version < fixed
+
+
+# what torch.compiler.assume_constant_result does, which imports the compiler
+_constant: Any
+for _constant in (_why_no_fla, _why_no_qla, _has_wrong_triton):
+    _constant._dynamo_marked_constant = True
+
+
+def _refused_by_both(inputs: DeltaInputs) -> str | None:
+    q = inputs.q
+    if not q.is_cuda:
+        return f"q is on {q.device}, and kernels of wheels need a GPU"
+    for name in ("q", "k", "v"):
+        dtype = getattr(inputs, name).dtype
+        if dtype not in _TYPES or dtype is not q.dtype:
+            return f"{name} is {dtype}, and kernels of wheels take q, k and v of one type of 16 bits"
+    return None
+
+
+def fla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
+    """Say why FLA can't take a call, or None. `grads`: a gradient is asked for."""
+    refused = _refused_by_both(inputs)
+    if refused is not None:
+        return refused
+    if inputs.k.shape[-1] > _WIDEST_KEYS:
+        return f"heads of keys of {inputs.k.shape[-1]} are wider than FLA's {_WIDEST_KEYS}"
+    if grads and compute_capability(inputs.q.device)[0] == 9 and _has_wrong_triton():
+        return (
+            f"FLA's gradients are wrong with Triton {triton.__version__} on Hopper: install Triton 3.7.1 or newer, or flash-qla"
+        )
+    return _why_no_fla()
+
+
+def qla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
+    """Say why FlashQLA can't take a call, or None."""
+    refused = _refused_by_both(inputs)
+    if refused is not None:
+        return refused
+    K, V = inputs.k.shape[-1], inputs.v.shape[-1]
+    if K != _QLA_HEADS or V != _QLA_HEADS:
+        return f"heads of {K} and {V} are not FlashQLA's {_QLA_HEADS}"
+    capability = compute_capability(inputs.q.device)
+    if capability not in _QLA_GPUS:
+        is_ = ".".join(map(str, capability))
+        return f"FlashQLA's gradients need a GPU of Hopper or Blackwell, 9.0, 10.0 or 10.3, and this one is {is_}"
+    return _why_no_qla()
+
+
+REFUSALS: dict[str, Callable[[DeltaInputs, bool], str | None]] = {"flash_qla": qla_refuses, "fla": fla_refuses}
+
+
+def find_wheel(inputs: DeltaInputs, grads: bool) -> tuple[str, str | None]:
+    """Return the first wheel that takes a call, or "" and why none does."""
+    reasons = []
+    for name, refuses in REFUSALS.items():
+        reason = refuses(inputs, grads)
+        if reason is None:
+            return name, None
+        reasons.append(reason)
+    return "", "; ".join(dict.fromkeys(reasons))
+
+
+def wheel_title(name: str) -> str:
+    """Return the wheel's name and version, as messages have them."""
+    wheel = _QLA if name == "flash_qla" else _FLA
+    return f"{wheel.title} {version_of(wheel.package)}"
+
+
+# ---- calls ----
+
+
+def wheel_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return y, final states, g's sums and the systems' inverses."""
+    q, k, v, g, beta, state = (None if t is None else t.contiguous() for t in inputs[:6])
+    assert q is not None and g is not None
+    g, boundaries = g.float(), None
+    if inputs.cu_seqlens is not None:
+        boundaries, right = _checked(inputs.cu_seqlens, q.shape[1])
+        g = g + torch.where(right, 0.0, torch.nan)
+    given: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": options.scale,
+        "initial_state": None if state is None else state.float(), "output_final_state": options.final, "cu_seqlens": boundaries,
+    }  # fmt: skip
+    with torch.cuda.device_of(q):
+        if options.wheel == "fla":
+            sums, y, system, final, *_ = _functions("fla")[0](**given, **_fla_chunks(boundaries))
+        else:
+            sums, system, y, _, final, _ = _functions("flash_qla")[0](**given, auto_cp=False, is_train=True)
+    return y.to(q.dtype), final if options.final else None, sums, system
+
+
+def wheel_backward(kept: DeltaKept, options: DeltaOptions, need_dstate: bool) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, g, beta and the initial states."""
+    dy, dfinal, q, k, v, sums, beta, system, state = (None if t is None else t.contiguous() for t in kept[:9])
+    assert q is not None and k is not None and v is not None and sums is not None and beta is not None
+    boundaries = None if kept.cu_seqlens is None else _checked(kept.cu_seqlens, q.shape[1])[0]
+    given: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "g": sums, "beta": beta, "A": system, "scale": options.scale,
+        "initial_state": None if state is None else state.float(), "do": dy, "dht": dfinal, "cu_seqlens": boundaries,
+    }  # fmt: skip
+    with torch.cuda.device_of(q):
+        if options.wheel == "fla":
+            dq, dk, dv, dbeta, dg, dstate, *_ = _functions("fla")[1](**given, **_fla_chunks(boundaries))
+        else:
+            dq, dk, dv, dbeta, dg, dstate = _functions("flash_qla")[1](**given, auto_cp=False)
+    dstate = dstate.to(state.dtype) if need_dstate and state is not None else None
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.float(), dbeta.to(beta.dtype), dstate
+
+
+def _checked(cu_seqlens: Tensor, S: int) -> tuple[Tensor, Tensor]:
+    """Return the boundaries, or one document's where they are wrong, by which a kernel would read elsewhere; and whether not."""
+    right = are_right(cu_seqlens, S)
+    one = torch.arange(cu_seqlens.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device).clamp_(max=1) * S
+    return torch.where(right, cu_seqlens, one), right
+
+
+def _functions(name: str) -> tuple[Any, ...]:
+    functions = fla_functions() if name == "fla" else qla_functions()
+    if isinstance(functions, str):
+        raise RuntimeError(functions)
+    return functions
+
+
+def _fla_chunks(boundaries: Tensor | None) -> dict[str, Any]:
+    """FLA's host reads how many chunks documents have."""
+    indices = None if boundaries is None else _functions("fla")[2](cu_seqlens=boundaries, chunk_size=CHUNK)
+    return {"chunk_indices": indices, "chunk_size": CHUNK}
