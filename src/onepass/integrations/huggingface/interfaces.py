@@ -21,7 +21,9 @@ from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 NOTHING = torch.ones(1, 1, 0, 0, dtype=torch.bool, device="cpu")  # the marker of whole rows; no real mask has this shape
-_KNOWN = frozenset(("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal"))  # arguments of an interface
+_KNOWN = frozenset(  # arguments of an interface
+    ("dropout", "scaling", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids")
+)
 
 
 def marker_of(cu_seqlens: Tensor) -> Tensor:

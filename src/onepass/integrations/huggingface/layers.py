@@ -252,7 +252,7 @@ def replace_layers(
             match = find_layer(module, norms, attentions, mlps)
         if match is not None:
             match.snapshot = reads.snapshot()
-        if match is not None and not match.snapshot.reads_tensors:
+        if match is not None and not match.snapshot.read_tensors:
             patches.set_forward(module, _forward, match)
             rows.append(AppliedRow(name, type(module).__name__, "norm", by=match.made_by, match=match))
         elif _is_layer(name, module, norms, attentions):

@@ -20,12 +20,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import KernelConfig
 
-from onepass.integrations.huggingface.rotation import Rotation, tables_are_doubled
+from onepass.integrations.huggingface.rotation import HALVES, tables_are_read
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.norm.norm import rms_norm
 
 _ROTATION = "rotary_pos_emb"
-_HALVES = Rotation(interleaved=False)
 _DEVICES = ("cuda", "cpu")
 
 
@@ -58,7 +57,7 @@ class OnepassRotaryPosEmb(_Layer):
         if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or unsqueeze_dim not in (1, 2):
             stock: tuple[Tensor, Tensor] = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
             return stock
-        return _HALVES.function(q, k, cos, sin, unsqueeze_dim)
+        return HALVES.function(q, k, cos, sin, unsqueeze_dim)
 
 
 class OnepassTanhGELU(_Layer):
@@ -109,7 +108,7 @@ class OnepassKernels(KernelConfig):
         names = set(self.registered_layer_names.values())
         ours = {name: devices for name, devices in kernel_mapping().items() if name in names}
         self._left = dict.fromkeys(sorted(names - ours.keys()), "onepass has no such layer, or none that is faster")
-        if _ROTATION in ours and not tables_are_doubled(model, _HALVES):
+        if _ROTATION in ours and not tables_are_read(model, HALVES):
             del ours[_ROTATION]
             self._left[_ROTATION] = "the model's tables of positions are none that onepass can read"
         if not ours:

@@ -66,7 +66,7 @@ class _HeadState:
     head: Any  # an nn.Linear, or PEFT's LoRA around one, which has its attributes
     code: LossCode
     place: int  # index of labels among forward's arguments
-    caches: bool  # whether forward takes use_cache
+    caches: bool  # whether forward takes use_cache, or hands it on
     known: frozenset[str]  # keywords that don't affect the loss, or that this module handles
     original: Callable[..., Any]  # the loss function
     snapshot: Snapshot  # of the model
@@ -139,7 +139,7 @@ def replace_loss(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     if isinstance(code, str):
         return [AppliedRow(name, kind, "loss", why=code)]
     snapshot = reads.snapshot()
-    if snapshot.reads_tensors:
+    if snapshot.read_tensors:
         return [AppliedRow(name, kind, "loss", why="its forward reads a parameter or a buffer of its own")]
     _set(causal, head, code, snapshot, patches)
     by = f"linear_cross_entropy{code}{', LoRA' if is_lora(head) else ''}"
@@ -181,12 +181,19 @@ def _set(model: Any, head: Any, code: LossCode, snapshot: Snapshot, patches: Pat
     known = frozenset((*names, *OPTIONS, *TransformersKwargs.__annotations__, "return_dict"))
     if code.kind is not LossKind.CAUSAL:
         known -= {"shift_labels"}
-    shared = _HeadState(head, code, names.index("labels"), "use_cache" in names, known, model.loss_function, snapshot)
+    shared = _HeadState(head, code, names.index("labels"), _takes_caches(model), known, model.loss_function, snapshot)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
     forward = MethodType(_forward_like(type(model).forward), model)  # accelerate looks for a method
     patches.set(model, "forward", forward, inert=True)
     patches.set(model, "_loss_function", functools.partial(_loss_function, model))
+
+
+def _takes_caches(model: Any) -> bool:
+    """Whether forward takes use_cache, or any keywords, which it hands to a stack that takes it (Granite's mixtures)."""
+    parameters, stack = parameters_of(model), getattr(model, getattr(model, "base_model_prefix", ""), None)
+    any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return "use_cache" in parameters or (any_keyword and isinstance(stack, nn.Module) and "use_cache" in parameters_of(stack))
 
 
 # ---- a call ----

@@ -187,7 +187,7 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
             match = find_mlp(module)
         if isinstance(match, MLPMatch | ActivationMatch):
             match.snapshot = reads.snapshot()
-            match = "it has parameters or buffers beside its layers'" if match.snapshot.reads_tensors else match
+            match = "it has parameters or buffers beside its layers'" if match.snapshot.read_tensors else match
         if isinstance(match, MLPMatch):
             match.up.replace(patches)
             if match.between is not None:

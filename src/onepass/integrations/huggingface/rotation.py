@@ -20,12 +20,10 @@ ROTATION = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True)
 class Rotation:
-    """Which elements of a head form a pair: neighbours if interleaved, else one of each half.
+    """Which elements of a head form a pair, and how the model's tables have each pair's value."""
 
-    The model's tables have every value twice, in the same arrangement.
-    """
-
-    interleaved: bool
+    interleaved: bool  # neighbours form a pair, else one of each half
+    layout: str  # of tables: every value twice, in "halves" or in "pairs", or "once"
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Convert tables [B, S, R] to [S, R/2], or to [B, S, R/2] if each sequence has its own positions."""
@@ -33,37 +31,42 @@ class Rotation:
         return (cos[0], sin[0]) if cos.shape[0] == 1 else (cos, sin)
 
     def half(self, table: Tensor) -> Tensor:
-        return table[..., ::2] if self.interleaved else table[..., : table.shape[-1] // 2]
+        if self.layout == "once":
+            return table
+        return table[..., ::2] if self.layout == "pairs" else table[..., : table.shape[-1] // 2]
 
     def doubled(self, half: Tensor) -> Tensor:
-        return half.repeat_interleave(2, -1) if self.interleaved else torch.cat([half, half], -1)
+        """Return a table as the model has it."""
+        if self.layout == "once":
+            return half
+        return half.repeat_interleave(2, -1) if self.layout == "pairs" else torch.cat([half, half], -1)
 
     @property
     def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return _interleaved if self.interleaved else _halves
+        return _function_of(self)
 
 
-def _halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    return _rotated(Rotation(False), q, k, cos, sin, unsqueeze_dim)
+HALVES = Rotation(False, "halves")
+ROTATIONS = (HALVES, Rotation(True, "pairs"), Rotation(False, "once"), Rotation(True, "halves"), Rotation(True, "once"))
 
 
-def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    return _rotated(Rotation(True), q, k, cos, sin, unsqueeze_dim)
+@functools.cache
+def _function_of(how: Rotation) -> Callable[..., tuple[Tensor, Tensor]]:
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        """Rotate q and k. unsqueeze_dim: their dimension of heads, 1 or 2."""
+        tables = how.tables(cos, sin)
+        if unsqueeze_dim == 2:
+            return rope(q, k, *tables, interleaved=how.interleaved)
+        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=how.interleaved)
+        return q.transpose(1, 2), k.transpose(1, 2)
 
-
-def _rotated(how: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Rotate q and k. `heads`: their dimension of heads, 1 or 2."""
-    tables = how.tables(cos, sin)
-    if heads == 2:
-        return rope(q, k, *tables, interleaved=how.interleaved)
-    q, k = rope(q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=how.interleaved)
-    return q.transpose(1, 2), k.transpose(1, 2)
+    return rotated
 
 
 def find_rotation(forward: Callable[..., Any]) -> Rotation | None:
     """Return the rotation that `apply_rotary_pos_emb` in this function's globals computes, or None."""
     function = globals_with(ROTATION, forward).get(ROTATION)
-    return None if function is None else next((how for how in map(Rotation, (False, True)) if _is(function, how)), None)
+    return None if function is None else next((how for how in ROTATIONS if _is(function, how)), None)
 
 
 def globals_with(name: str, forward: Any) -> dict[str, Any]:
@@ -118,9 +121,9 @@ def _wrapped_again(wrapper: FunctionType, inner: Callable[..., Any]) -> Callable
 # ---- the tables ----
 
 
-def tables_are_doubled(model: nn.Module, how: Rotation) -> bool:
-    """Whether every module that computes rotary tables gives each value twice, as `how` says."""
-    return has_tables(model) and all(_doubles(module, how) for module in _makers(model))
+def tables_are_read(model: nn.Module, how: Rotation) -> bool:
+    """Whether every module that computes rotary tables gives each value as often as `how` says."""
+    return has_tables(model) and all(_gives(module, how) for module in _makers(model))
 
 
 def has_tables(model: nn.Module) -> bool:
@@ -131,7 +134,7 @@ def _makers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
 
 
-def _doubles(maker: nn.Module, how: Rotation) -> bool:
+def _gives(maker: nn.Module, how: Rotation) -> bool:
     device = next((buffer.device for buffer in maker.buffers()), torch.device("cpu"))
     if device.type == "meta":
         return False

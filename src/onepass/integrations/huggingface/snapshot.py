@@ -35,9 +35,9 @@ class Snapshot:
     children: tuple[tuple[str, nn.Module, Snapshot], ...] = ()
 
     @property
-    def reads_tensors(self) -> bool:
-        """Whether the code reads parameters or buffers of its own, whose values a probe can't tell from numbers: 1.0 at first."""
-        return any(there for _, there in self.tensors)
+    def read_tensors(self) -> set[str]:
+        """Parameters and buffers of its own that the code reads, whose values a probe can't tell from numbers: 1.0 at first."""
+        return {name for name, there in self.tensors if there}
 
     def unchanged(self, module: nn.Module) -> bool:
         """Whether the module's code would read what it read then."""

@@ -1,0 +1,246 @@
+"""What attention modules compute, by running their code on small layers: which layers read the input, how it calls attention's
+interface, and whether `onepass.attention` is all that it does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from onepass.integrations.huggingface.interfaces import INTERFACES, InterfaceCall, find_interface
+from onepass.integrations.huggingface.linear_layers import base_of, is_linear, sizes_of, tiny
+from onepass.integrations.huggingface.linears import LinearsMatch
+from onepass.integrations.huggingface.norms import NormMatch, is_norm
+from onepass.integrations.huggingface.probe import (
+    FP64,
+    Function,
+    close,
+    parameters_of,
+    probe,
+    probe_forward,
+    randn,
+    shallow,
+)
+from onepass.integrations.huggingface.rotation import Rotation, globals_with, with_globals
+from onepass.ops.attention.formula import AttentionOptions, attention_formula
+
+_TOKENS, _HIDDEN = 5, 6
+_EPS = 1e-6  # of norms that stand in for a module's
+_OWN = 5  # the seed of parameters that do
+_LATE = 2**20  # a position
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """Arguments of `onepass.attention` for a module that only does projections, norms of q's and k's heads, rotation and causal
+    attention."""
+
+    heads: int
+    groups: int
+    scale: float
+    rotation: Rotation | None
+    softcap: float | None
+    tables: bool  # whether it is called with tables of positions, also where it makes nothing of them
+    norms: tuple[str, ...] = ()  # the children that normalise q's heads and k's
+    sinks: str | None = None  # the parameter of its sinks
+
+    def norm_options(self, module: nn.Module) -> dict[str, Any] | None:
+        """Return the norms' weights and options, or None where other code runs in one of them."""
+        if not self.norms:
+            return {}
+        q_norm, k_norm = (norm_at(module, name) for name in self.norms)
+        if q_norm is None or k_norm is None or not (q_norm.untouched() and k_norm.untouched()):
+            return None
+        return {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **q_norm.options}
+
+
+def interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
+    """Return how the module's code calls attention, or None."""
+    forward = type(module).forward
+    stock = globals_with(INTERFACES, forward).get(INTERFACES)
+    if stock is None or not getattr(module, "is_causal", True):
+        return None
+    sizes = {name: sizes_of(module.get_submodule(name))[1] for name in linears}
+    layers = {name: Function(partial(_random_like, size=size, seed=i)) for i, (name, size) in enumerate(sizes.items())}
+    hidden, by = randn(1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), module.config._attn_implementation
+    for width in _widths(module):
+
+        def run(interfaces: Any, width: int = width) -> object:
+            code = with_globals(forward, {INTERFACES: interfaces})
+            return _tried(module, layers, hidden, randn(1, _TOKENS, width), by, code=code)
+
+        if (interface := find_interface(stock, by, run)) is not None:
+            return interface
+    return None
+
+
+def roles_of(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, str]:
+    """Return the layers that read the module's input, or None if other code reads it too, and the output projection."""
+    if not all(is_norm(module._modules[name]) for name in _norms_in(module)):  # type: ignore[arg-type]
+        return None, linears[-1]
+    for width, by in product(_widths(module), ("sdpa", "eager")):  # SDPA has no softcap
+        layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
+        hidden = torch.full((1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
+        y = _tried(module, layers, hidden, randn(1, _TOKENS, width), by)
+        if not isinstance(y, Tensor):
+            continue
+        asked = [name for name in linears for args, _ in layers[name].calls if args and args[0] is hidden]
+        others = [name for name in linears if name not in asked]
+        if len(asked) == len(set(asked)) == len(linears) - 1 and len(layers[others[0]].calls) == 1:
+            made = layers[others[0]].calls[0][0][0]
+            if y.isfinite().all() and made.isfinite().all():
+                return LinearsMatch.found(module, tuple(asked)), others[0]
+        break
+    return None, linears[-1]
+
+
+def _random_like(x: Tensor, size: int, seed: int = 1) -> Tensor:
+    return randn(*x.shape[:-1], size, seed=seed)
+
+
+def _tried(
+    module: nn.Module,
+    layers: dict[str, Any],
+    hidden: Tensor,
+    angles: Tensor | None,
+    by: str,
+    training: bool = False,
+    mask: Tensor | None = None,
+    code: Callable[..., Any] | None = None,
+) -> Any:
+    """Run the module's code, or other code, with these layers and this attention implementation.
+
+    Norms that are not among the layers are replaced by identities, and parameters of its own by random ones.
+    """
+    others = {name: Function(lambda x: x) for name in _norms_in(module) if name not in layers}
+    config = shallow(module.config, _attn_implementation=by)
+    own = {name: None if p is None else randn(*p.shape, seed=_OWN) for name, p in module._parameters.items()}
+    made = probe(module, {**layers, **others}, config=config, training=training, _parameters=own)
+    names = parameters_of(module)
+    options: dict[str, Any] = {"attention_mask": mask} if "attention_mask" in names else {}
+    if "position_embeddings" in names and angles is not None:
+        options["position_embeddings"] = angles.cos(), angles.sin()
+    if "position_ids" in names and names["position_ids"].default is inspect.Parameter.empty:
+        options["position_ids"] = torch.arange(_LATE, _LATE + _TOKENS)[None]
+    with _LatePositions():
+        result = probe_forward(made, hidden, probed_code=code, **options)
+    return result[0] if isinstance(result, tuple) else result
+
+
+class _LatePositions(TorchFunctionMode):
+    """Counts positions from a late one: some models scale q from a position of a few thousand on, which no trial would reach."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), options: Any = None) -> Any:
+        made = function(*args, **(options or {}))
+        return made + _LATE if function is torch.arange else made
+
+
+def _norms_in(module: nn.Module) -> list[str]:
+    """Return the children with parameters that are no linear layers. In a module that is recognised all are norms."""
+    there = [(name, child) for name, child in module._modules.items() if child is not None and not is_linear(base_of(child))]
+    return [name for name, child in there if list(child.parameters())]
+
+
+def _widths(module: Any) -> list[int]:
+    """Return candidate widths of the rotary tables: the whole head, or the part that a model rotates."""
+    size = head_size_of(module)
+    part = getattr(module, "rotary_ndims", None) or int(size * (getattr(module.config, "partial_rotary_factor", None) or 1))
+    return [size, part, max(2, size // 4 * 2)]
+
+
+def head_size_of(module: Any) -> int:
+    named = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    return int(named or module.config.hidden_size // module.config.num_attention_heads)
+
+
+def as_one_op(
+    module: Any, projections: LinearsMatch, out: str, rotation: Rotation | None, interface: InterfaceCall | None
+) -> FusedAttention | None:
+    """Return the arguments of `onepass.attention` if that is all that the module does."""
+    takes_tables = "position_embeddings" in parameters_of(module)
+    ways = [(rotation, True)] if takes_tables and rotation is not None else []
+    for how, tables in [*ways, *([(None, True)] if takes_tables else []), (None, False)]:
+        if (whole := _as_attention(module, projections, out, how, interface, tables)) is not None:
+            return whole
+    return None
+
+
+def _as_attention(
+    module: Any,
+    projections: LinearsMatch,
+    out: str,
+    rotation: Rotation | None,
+    interface: InterfaceCall | None,
+    tables: bool,
+) -> FusedAttention | None:
+    """Compare the module's code, called with or without tables of positions, and the formula on small layers."""
+    size, heads = head_size_of(module), module.config.num_attention_heads
+    groups = (sum(projections.sizes) // size - heads) // 2
+    scale = getattr(module, "scaling", None)
+    softcap = None if interface is None else interface.softcap
+    scale = scale if isinstance(scale, float) and scale > 0 else size**-0.5
+    whole = FusedAttention(heads, groups, scale, rotation, softcap, tables)
+    sinks = [name for name, p in module._parameters.items() if p is not None]
+    if interface is not None and interface.sinks:
+        if len(sinks) != 1 or module._parameters[sinks[0]].shape != (heads,):
+            return None
+        whole = replace(whole, sinks=sinks[0])
+    norms = _norms_in(module)
+    if norms and rotation is None:
+        return None
+    if norms and not _are_alike([norm_at(module, name) for name in norms], size):
+        return None
+    if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads + 2 * groups) * size:
+        return None
+    if heads * size != sizes_of(module._modules[out])[0]:
+        return None
+    layers = {
+        name: tiny(layer, _HIDDEN, outputs, 30 + i)
+        for i, (name, layer, outputs) in enumerate(zip(projections.names, projections.linears, projections.sizes, strict=True))
+    }
+    last = tiny(module._modules[out], heads * size, _HIDDEN, 40)
+    x = randn(1, _TOKENS, _HIDDEN)
+    qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
+    weights_of = {name: randn(size, seed=50 + i) for i, name in enumerate(norms)}
+    stand_ins = {name: (weight, Function(partial(_normed, weight=weight))) for name, weight in weights_of.items()}
+    by, mask = "sdpa", None
+    if softcap is not None or whole.sinks is not None:  # which SDPA refuses
+        by, mask = "eager", torch.full((_TOKENS, _TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
+    logits = None if whole.sinks is None else randn(heads, seed=_OWN)
+    for width in _widths(module):
+        angles = randn(1, _TOKENS, width // 2, seed=2)
+        doubled = angles if rotation is None else rotation.doubled(angles)
+        made = {**layers, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
+        results = [_tried(module, made, x, doubled if tables else None, by, training, mask) for training in (False, True)]
+        cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
+        interleaved = rotation is not None and rotation.interleaved
+        call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=_EPS)
+        for names in permutations(norms):
+            weights = (None, None) if not names else (stand_ins[names[0]][0], stand_ins[names[1]][0])
+            expected = last(attention_formula(qkv, cos, sin, call, None, logits, weights)).detach()
+            if all(close(each, expected, 1e-6) for each in results):
+                return replace(whole, norms=names)
+    return None
+
+
+def norm_at(module: nn.Module, name: str) -> NormMatch | None:
+    """Return the match of a child that onepass has replaced, as a norm."""
+    match = vars(module._modules[name]).get("_onepass")
+    return match if isinstance(match, NormMatch) else None
+
+
+def _are_alike(norms: list[NormMatch | None], size: int) -> bool:
+    """Whether these are two norms that `onepass.attention` has, of heads of this size."""
+    kinds = {(norm.layer, norm.eps, norm.zero_centered, norm.weight.shape) for norm in norms if norm is not None}  # type: ignore[union-attr]
+    return len(norms) == 2 and None not in norms and len(kinds) == 1 and kinds.pop()[::3] == (False, (size,))
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight

@@ -1,0 +1,117 @@
+"""Kinds of attention that `apply` makes one op, and those that only look so in a short trial."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5")
+
+from integrations.huggingface.families import assert_alike, batch, made, step
+
+import onepass
+from onepass.integrations import huggingface
+from onepass.integrations.huggingface import applied as applied_module
+from onepass.integrations.huggingface import attention_trials, attentions, rotation
+from onepass.testing.mutants import mutate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE scaling factor")
+
+
+@pytest.fixture(autouse=True)
+def _by_pytorch():
+    with onepass.use_backend("torch"):
+        yield
+
+
+SCALED = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5, "rope_theta": 1e4,
+}  # fmt: skip
+KINDS = {  # a family's options; whether attention is one op in each layer; the pairs that are rotated, and their tables
+    "GptOss": ({}, [True, True], (False, "once")),
+    "Glm4": ({}, [True, True], (True, "halves")),
+    "Ernie4_5_Moe": ({}, [True, True], (True, "halves")),
+    "SmolLM3": ({}, [True, True], (False, "halves")),
+    "GraniteMoeHybrid": ({"layer_types": ["attention"] * 2}, [True, True], None),
+    "Ministral3": ({"rope_parameters": SCALED}, [False, False], (False, "halves")),
+    "Llama4Text": ({"no_rope_layers": [0, 0], "floor_scale": 4}, [False, False], None),
+}  # fmt: skip
+LONG = {"Llama4Text": {"floor_scale": 8192}, "Ministral3": {}}  # q is scaled after more tokens than a trial has
+
+
+def assert_kind(family, apply=huggingface.apply, **options):
+    sizes, one_op, how = KINDS[family]
+    model = made(family, **sizes | options)
+    before = copy.deepcopy(model)
+    apply(model)
+    matches = [layer.self_attn._onepass for layer in model.model.layers]
+    assert [match.whole is not None for match in matches] == one_op
+    found = [match.rotation and (match.rotation.interleaved, match.rotation.layout) for match in matches]
+    assert found == [how, how]
+    for given in (batch(), batch(masked=True)):
+        assert_alike(step(model, **given), step(before, **given))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_attention_of_a_family(family, monkeypatch):
+    calls, stock = [], attentions.attention
+
+    def counted(*args, **options):
+        calls.append(options)
+        return stock(*args, **options)
+
+    monkeypatch.setattr(attentions, "attention", counted)
+    assert_kind(family)
+    assert len(calls) == (2 + 2 if KINDS[family][1][0] else 0)  # of two steps
+    assert all((options["sinks"] is not None) is (family == "GptOss") for options in calls)
+    if family == "SmolLM3":  # its second layer rotates nothing
+        assert [options["cos"] is None for options in calls] == [False, True] * 2
+
+
+@pytest.mark.parametrize("family", LONG)
+def test_what_changes_at_a_late_position_is_not_one_op(family):
+    model = made(family, **KINDS[family][0] | LONG[family])
+    huggingface.apply(model)
+    assert [layer.self_attn._onepass.whole for layer in model.model.layers] == [None, None]
+
+
+def test_other_sinks_are_seen():
+    model = made("GptOss")
+    before, _ = copy.deepcopy(model), huggingface.apply(model)
+    for each in (model, before):
+        with torch.no_grad():
+            each.model.layers[0].self_attn.sinks.fill_(2.0)
+    found, expected = step(model, **batch()), step(before, **batch())
+    assert_alike(found, expected)
+    assert found[1]["model.layers.0.self_attn.sinks"].abs().sum() > 0
+
+
+def all_kinds_are_right(applied):
+    for family in ("GptOss", "SmolLM3", "GraniteMoeHybrid", "Llama4Text", "Glm4"):
+        assert_kind(family, applied.apply)
+    assert_kind("Llama4Text", applied.apply, floor_scale=8192)
+
+
+MUTANTS = {
+    "early positions": (attention_trials, "_LatePositions.__torch_function__", "made + _LATE if", "made if"),
+    "no sinks": (attentions, "AttentionMatch.at_once", "self.module._parameters[whole.sinks]", "None"),
+    "any sinks": (attention_trials, "_as_attention", "call, None, logits, weights", "call, None, None, weights"),
+    "tables where there are none": (attention_trials, "_as_attention", "doubled if tables else None", "doubled"),
+    "tables of pairs": (rotation, "Rotation.half", 'self.layout == "pairs"', "self.interleaved"),
+    "tables once are halves": (rotation, "Rotation.half", 'self.layout == "once"', "None"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name, monkeypatch):
+    monkeypatch.setenv("ONEPASS_BACKEND", "torch")  # a mutant has a use_backend of its own
+    with monkeypatch.context() as patched:
+        patched.delenv("TRITON_INTERPRET", raising=False)
+        mutant = mutate(*MUTANTS[name], entry=applied_module)
+    with pytest.raises((AssertionError, RuntimeError, TypeError, ValueError)):
+        all_kinds_are_right(mutant)
+
+
+def test_what_mutants_are_tried_on_is_right():
+    all_kinds_are_right(applied_module)
