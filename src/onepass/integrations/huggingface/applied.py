@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import nn
 
 from onepass.integrations.huggingface.attentions import replace_attentions
+from onepass.integrations.huggingface.convolutions import replace_convolutions
 from onepass.integrations.huggingface.dense_experts import replace_dense_experts
 from onepass.integrations.huggingface.expert_adapters import replace_expert_adapters
 from onepass.integrations.huggingface.experts import replace_experts
@@ -174,8 +175,8 @@ def apply(
         rope: rotation of q and k in one launch.
         loss: the loss of hidden states and the head's weight, without logits, in training with labels. There the output's
             `logits` are empty. Without labels, in evaluation and in generation they are unchanged.
-        qkv: queries, keys and values by one product. With `rope`, causal attention runs as one op. Packed documents, padding,
-            windows, softcaps and sinks are its options, in place of masks.
+        qkv: queries, keys and values by one product, and causal convolutions as one op. With `rope`, causal attention runs as one
+            op. Packed documents, padding, windows, softcaps and sinks are its options, in place of masks.
         main_grad: accumulate gradients in fp32 in the ops that compute them. `.grad` stays None; `Applied.optimizer` reads the
             fp32 gradients.
         release_main_grad: lend the gradients' memory to activations, from a step until the next gradients
@@ -258,8 +259,8 @@ def _replaced(
         done, told = replace_dense_experts(model, patches)
         rows += told + replace_experts(model, patches, done) + replace_expert_adapters(model, patches)
     attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
-    rows += told
-    if norms and (mlps or attentions):
+    rows += told + (replace_convolutions(model, patches) if qkv else [])
+    if norms and (mlp or qkv or rope):
         rows += replace_layers(model, patches, norms, attentions, mlps)
     told = replace_masks(model, patches) if attentions else []
     rows += told if qkv else []

@@ -183,14 +183,14 @@ def drops(module: nn.Module) -> bool:
 class RotationMatch:
     """An attention module's rotation, for `apply`'s report: the module's own code calls it, whatever its attributes are."""
 
-    attention: AttentionMatch
+    called_by: AttentionMatch
 
     @property
     def module(self) -> nn.Module:
-        return self.attention.module
+        return self.called_by.module
 
     def change(self) -> str | None:
-        return None if self.attention.snapshot.has_code_of(self.module) else CODE_CHANGED
+        return None if self.called_by.snapshot.has_code_of(self.module) else CODE_CHANGED
 
 
 # ---- recognition ----

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import is_, not_
 from typing import Any
 
 import torch
@@ -62,7 +64,8 @@ class Stack:
 
     module: nn.Module
     place: str  # of the list of layers
-    paths: list[MaskPath]
+    layers: list[nn.Module]
+    paths: list[MaskPath]  # of those layers that have attention; the others get no mask
     by: str  # the attention implementation at `apply`
     names: list[str]  # of its forward's arguments
     packs: bool = False  # positions that begin again part documents
@@ -104,11 +107,11 @@ class Stack:
     def _intact(self, stack: Any) -> bool:
         """Whether all code from here to onepass's attentions is unchanged."""
         there = stack._modules[self.place]
-        if len(there) != len(self.paths) or not self.snapshot.unchanged(stack):
+        if len(there) != len(self.layers) or not self.snapshot.unchanged(stack):
             return False
         if stack.config._attn_implementation != self.by:
             return False
-        return all(module is path.module and path.intact() for module, path in zip(there, self.paths, strict=True))
+        return all(map(is_, there, self.layers)) and all(path.intact() for path in self.paths)
 
     def _marker(self, stack: Any, everything: dict[str, Any]) -> Tensor | None:
         cache = everything.get("use_cache")
@@ -142,7 +145,8 @@ class Stack:
             return None
         if not (self.pads if name is _MASK else self.packs):
             self._check_rows(inputs, "its own masks part none: give cu_seq_lens_q, as DataCollatorWithFlattening does if asked")
-            raise Refused(f"{name}, by which its own masks part nothing")
+            hybrid = len(self.paths) < len(self.layers) and name is _MASK
+            raise Refused(f"{name}, {'which layers without attention read' if hybrid else 'by which its own masks part nothing'}")
         return documents_of_rows(inputs[name], rows, tokens, x.device, padding=name is _MASK)
 
     def _check_rows(self, inputs: dict[str, Any], why: str) -> None:
@@ -226,24 +230,29 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
     """Return what the stack's own masks hide, as its code makes them for small batches; or None, and why."""
     if own_forward(stack):
         return None, "it has a forward of its own already"
-    paths = [path for path in map(find_mask_path, layers) if path is not None]
-    if len(paths) < len(layers):
-        return None, "not all of its layers pass a mask on to an attention that is causal"
+    found = [find_mask_path(layer) for layer in layers]
+    paths, attends = [path for path in found if path is not None], [path is not None for path in found]
+    if not paths:
+        return None, "no layer passes a mask on to an attention that is causal"
     by = stack.config._attn_implementation
     if by not in ("eager", "sdpa", "onepass"):
         return None, f"its attention is {by}"
     if not getattr(stack.config, "is_causal", True):
         return None, "its attention is not causal"
     plain, marked = _run(stack, None), _run(stack, NOTHING)
-    if not len(plain.masks) == len(marked.masks) == len(paths) or any(mask is not NOTHING for mask in marked.masks):
+    if not len(plain.masks) == len(marked.masks) == len(layers):
+        return None, "its code doesn't pass a mask on to its layers"
+    if any(there is not None for run in (plain, marked) for there in run.without(attends)):
+        return None, "not all of its layers pass a mask on to an attention that is causal"
+    if any(mask is not NOTHING for mask in marked.of(attends)):
         return None, "its code doesn't pass a mask on to its layers"
     if not plain.agrees(marked):
         return None, "its code gives its layers something else where there is a mask"
     causal = torch.ones(_ROWS, _TOKENS, _TOKENS, dtype=torch.bool).tril()
     narrow = causal.triu(1 - _WINDOW)
     kept = torch.ones(_ROWS, _TOKENS, dtype=torch.bool)
-    hidden = [narrow if _hides(mask, narrow, kept) else causal for mask in plain.masks]
-    if not all(_hides(mask, seen, kept) for mask, seen in zip(plain.masks, hidden, strict=True)):
+    hidden = [narrow if _hides(mask, narrow, kept) else causal for mask in plain.of(attends)]
+    if not all(_hides(mask, seen, kept) for mask, seen in zip(plain.of(attends), hidden, strict=True)):
         return None, "its masks are none that onepass knows"
     windows = [stack.config.sliding_window if seen is narrow else None for seen in hidden]
     plain_only = any(path.attention.interface is None for path in paths)
@@ -253,9 +262,9 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
         return None, "its layers call attention in a way that onepass doesn't know"
     for path, window in zip(paths, windows, strict=True):
         path.attention.window = window
-    match = Stack(stack, place, paths, by, list(parameters_of(stack)))
+    match = Stack(stack, place, layers, paths, by, list(parameters_of(stack)))
     if not plain_only:
-        match.packs, match.pads = (_reads(stack, name, value, hidden) for name, value in _BATCHES.items())
+        match.packs, match.pads = (_reads(stack, name, value, hidden, attends) for name, value in _BATCHES.items())
     return match, None
 
 
@@ -273,6 +282,14 @@ class _Run:
     masks: list[Any]
     layers: list[dict[str, Any]]  # the other arguments of each layer's call, by name or position
     others: list[Any]  # arguments of the other children's calls
+
+    def of(self, attends: list[bool]) -> list[Any]:
+        """Return the masks of layers that have attention."""
+        return [*compress(self.masks, attends)]
+
+    def without(self, attends: list[bool]) -> list[Any]:
+        """Return the masks of layers that have none, where an absent one is None."""
+        return [*compress(self.masks, map(not_, attends))]
 
     def agrees(self, other: _Run) -> bool:
         return _same(self.layers, other.layers) and _same(self.others, other.others)
@@ -315,17 +332,19 @@ def _hides(mask: Any, seen: Tensor, kept: Tensor) -> bool:
     return torch.equal((mask[:, 0] == 0).expand(seen.shape)[kept], seen[kept])
 
 
-def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor]) -> bool:
+def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor], attends: list[bool]) -> bool:
     """Whether the stack's own masks part documents by this argument as onepass does, and nothing else depends on it."""
     padding = name is _MASK
     own = _run(stack, value if padding else None, **({} if padding else {name: value}))
     marked = _run(stack, NOTHING, **({} if padding else {name: value}))
-    if len(own.masks) != len(seen) or any(mask is not NOTHING for mask in marked.masks) or not own.agrees(marked):
+    if len(own.masks) != len(attends) or any(mask is not NOTHING for mask in marked.of(attends)) or not own.agrees(marked):
+        return False
+    if any(mask is not None for run in (own, marked) for mask in run.without(attends)):
         return False
     document = starts_of(value, padding).cumsum(-1)
     together = document[:, :, None] == document[:, None, :]
     kept = value.bool() if padding else torch.ones_like(value, dtype=torch.bool)
-    return all(_hides(mask, each & together, kept) for mask, each in zip(own.masks, seen, strict=True))
+    return all(_hides(mask, each & together, kept) for mask, each in zip(own.of(attends), seen, strict=True))
 
 
 def _words(match: Stack) -> str:

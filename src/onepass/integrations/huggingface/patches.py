@@ -88,7 +88,7 @@ class Patch:
 
 def _forward_change(match: Any) -> str | None:
     """Return that other code has replaced the forward that `set_forward` has set with this match; wrappers call it still."""
-    match, own = getattr(match, "attention", match), vars(match.module)  # a rotation's attention
+    match, own = getattr(match, "called_by", match), vars(match.module)
     ours = any(getattr(each, "args", None) == (match.module,) for each in wrapped_by(own.get("forward")))
     if ours or own.get("_onepass") is not match:
         return None

@@ -16,6 +16,7 @@ from onepass.ops.attention.rope import rope
 from onepass.ops.attention.rope_formula import rope_formula
 
 ROTATION = "apply_rotary_pos_emb"
+_WRAPPERS = ("transformers.utils.deprecation", "transformers.utils.generic", "transformers.integrations.accelerate")
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ def globals_with(name: str, forward: Any) -> dict[str, Any]:
 
 
 def _only_calls(forward: Any) -> bool:
-    """Whether this is a wrapper of transformers' that gives arguments their new names, or returns the result as a tuple."""
+    """Whether this is a wrapper of transformers' that gives arguments their new names, returns the result as a tuple, or calls
+    hooks of accelerate's first."""
     wraps = type(forward) is FunctionType and type(getattr(forward, "__wrapped__", None)) is FunctionType
-    return wraps and forward.__globals__.get("__name__") in ("transformers.utils.deprecation", "transformers.utils.generic")
+    return wraps and forward.__globals__.get("__name__") in _WRAPPERS
 
 
 def _is(function: Callable[..., Any], how: Rotation) -> bool:
