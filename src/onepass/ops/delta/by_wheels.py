@@ -163,11 +163,11 @@ def qla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
 REFUSALS: dict[str, Callable[[DeltaInputs, bool], str | None]] = {"flash_qla": qla_refuses, "fla": fla_refuses}
 
 
-def find_wheel(inputs: DeltaInputs, grads: bool) -> tuple[str, str | None]:
-    """Return the first wheel that takes a call, or "" and why none does."""
+def find_wheel(inputs: DeltaInputs, grads: bool, *names: str) -> tuple[str, str | None]:
+    """Return the first wheel, or of these, that takes a call, or "" and why none does."""
     reasons = []
-    for name, refuses in REFUSALS.items():
-        reason = refuses(inputs, grads)
+    for name in names or REFUSALS:
+        reason = REFUSALS[name](inputs, grads)
         if reason is None:
             return name, None
         reasons.append(reason)

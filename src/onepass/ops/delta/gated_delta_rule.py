@@ -22,7 +22,7 @@ from onepass.kernels.language import kernels_unsupported
 from onepass.ops.delta import by_wheels
 from onepass.ops.delta.by_wheels import DeltaInputs, DeltaKept, DeltaOptions
 from onepass.ops.delta.chunks import chunked_delta_rule
-from onepass.runtime.backend import NATIVE, choose, find_op, register_backend, run_other
+from onepass.runtime.backend import NATIVE, choose, current_backend, find_op, register_backend, run_other
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.documents import check_documents
@@ -119,21 +119,17 @@ def _inputs(given: Mapping[str, Any]) -> DeltaInputs:
     return DeltaInputs(*(given[name] for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")))
 
 
-def unsupported(inputs: DeltaInputs, wheel: str = "") -> Reason:
-    """Why this wheel's kernels can't take a call, or no wheel's, or None."""
+def find_wheel(inputs: DeltaInputs, *names: str) -> tuple[str, Reason]:
+    """Return the first wheel, or of these, that takes a call, or "" and why none does."""
     refused = kernels_unsupported("q", inputs.q)
-    if refused is not None:
-        return refused
-    grads = needs_grad(*inputs[:6])
-    return by_wheels.REFUSALS[wheel](inputs, grads) if wheel else by_wheels.find_wheel(inputs, grads)[1]
+    return ("", refused) if refused is not None else by_wheels.find_wheel(inputs, needs_grad(*inputs[:6]), *names)
 
 
 def variant(call: Call) -> str:
     """Which wheel a call runs."""
     if not call.v.numel():
         return "the PyTorch formula, as there is nothing to do"
-    inputs = _inputs(vars(call))
-    name, _ = by_wheels.find_wheel(inputs, needs_grad(*inputs[:6]))
+    name, _ = find_wheel(_inputs(vars(call)))
     waits = "" if call.cu_seqlens is None else "; its host reads the documents' boundaries"
     return f"{by_wheels.wheel_title(name)}'s kernels, in chunks of {by_wheels.CHUNK} tokens{waits}"
 
@@ -222,21 +218,19 @@ def gated_delta_rule(
     if has_dtensor(q, k, v, g, beta, cu_seqlens, initial_state):
         return run_on_shards("gated_delta_rule", **given, backend=backend)  # type: ignore[no-any-return]
     check_delta_rule(given)
-    chosen = choose("gated_delta_rule", backend, unsupported(_inputs(given)) if backend != "torch" else None)
+    inputs, wheel, refused = _inputs(given), "", None
+    if (backend or current_backend()) != "torch":  # which need not import a wheel
+        wheel, refused = find_wheel(inputs)
+    chosen = choose("gated_delta_rule", backend, refused)
     if chosen not in NATIVE:
         return run_other("gated_delta_rule", chosen, **given)  # type: ignore[no-any-return]
     if chosen == "torch" or v.numel() == 0:
-        return _by_formula(_inputs(given), _scale(k, scale), output_final_state)
-    return _by_wheel("", given)
+        return _by_formula(inputs, _scale(k, scale), output_final_state)
+    return _by_wheel(inputs, DeltaOptions(_scale(k, scale), bool(output_final_state), wheel))
 
 
-def _by_wheel(name: str, given: Mapping[str, Any]) -> _Result:
-    """Run a call by this wheel, or where none is named by the first that takes it."""
-    inputs = _inputs(given)
-    grads = needs_grad(*inputs[:6])
-    wheel = name or by_wheels.find_wheel(inputs, grads)[0]
-    options = DeltaOptions(_scale(inputs.k, given["scale"]), bool(given["output_final_state"]), wheel)
-    if grads:
+def _by_wheel(inputs: DeltaInputs, options: DeltaOptions) -> _Result:
+    if needs_grad(*inputs[:6]):
         y, *final = _apply(*inputs, options)
     else:
         y, *final = [t for t in _forward(inputs, options)[:2] if t is not None]
@@ -274,7 +268,7 @@ def _by_formula(inputs: DeltaInputs, scale: float, final: bool) -> _Result:
 define_op(
     gated_delta_rule,
     check=lambda call: check_delta_rule(vars(call)),
-    unsupported=lambda call: unsupported(_inputs(vars(call))),
+    unsupported=lambda call: find_wheel(_inputs(vars(call)))[1],
     variant=variant,
     sharding=shard_delta_rule,
     formula=lambda call: "the PyTorch formula, in chunks of 64 tokens; keeps its arguments",
@@ -285,11 +279,12 @@ define_op(
 
 
 def _run(name: str, *args: Any, **given: Any) -> _Result:
-    return _by_wheel(name, vars(find_op(gated_delta_rule).call(*args, **given)))
+    call = find_op(gated_delta_rule).call(*args, **given)
+    return _by_wheel(_inputs(vars(call)), DeltaOptions(_scale(call.k, call.scale), bool(call.output_final_state), name))
 
 
 def _refuses(name: str, *args: Any, **given: Any) -> Reason:
-    return unsupported(_inputs(vars(find_op(gated_delta_rule).call(*args, **given))), name)
+    return find_wheel(_inputs(vars(find_op(gated_delta_rule).call(*args, **given))), name)[1]
 
 
 for _name in by_wheels.REFUSALS:
