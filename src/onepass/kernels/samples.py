@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onepass.kernels import decode, fp8, fp8_cast, fp8_transpose
 from onepass.kernels.adapter_pack import AdapterShapes, pack_adapters, unpack_adapters
+from onepass.kernels.document_positions import document_positions
 from onepass.kernels.low_rank import NO_DROPOUT, RowDropout, lora_expand, lora_gradient, lora_shrink
 from onepass.kernels.mapped_rows import order_by_map, spread_by_map, sum_by_map
 from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
@@ -47,6 +48,12 @@ def covering_calls() -> Iterator[CoveringCall]:
         (16384, 32, 4, 2880, fp32),
     ):  # fmt: skip
         yield _experts_rows_call(tokens, experts, k, width, dtype)
+    yield CoveringCall("positions of 8 documents", fp32, _positions)
+
+
+def _positions() -> Tensor:
+    document_positions(torch.empty(9, dtype=torch.int32, device="meta"), 4096)
+    return meta(1, dtype=torch.float32)
 
 
 def _experts_rows_call(tokens: int, experts: int, k: int, width: int, dtype: torch.dtype) -> CoveringCall:

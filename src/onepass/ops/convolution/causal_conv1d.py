@@ -21,6 +21,7 @@ from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
 from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grads
+from onepass.kernels.document_positions import document_positions
 from onepass.kernels.language import kernels_unsupported
 from onepass.ops.convolution import kernels
 from onepass.ops.convolution.kernels import ConvKept
@@ -311,12 +312,13 @@ def causal_conv1d(
     chosen = choose("causal_conv1d", backend, unsupported(x, split, l2_norm))
     if chosen not in NATIVE:
         return run_other("causal_conv1d", chosen, **given)  # type: ignore[no-any-return]
-    since = None if cu_seqlens is None else positions_within(cu_seqlens, x.shape[-2])
     ys: tuple[Tensor, ...]
     if chosen == "torch" or x.numel() == 0:
+        since = None if cu_seqlens is None else positions_within(cu_seqlens, x.shape[-2])
         sizes, heads = x.shape[-1:] if split is None else split, _heads_of(split, l2_norm)
         ys = _by_formula(x, weight, bias, since, activation, sizes, heads, eps)
     else:
+        since = None if cu_seqlens is None else document_positions(cu_seqlens, x.shape[-2])
         options = _options(x, activation, split, l2_norm, eps)
         weight, bias = contiguous_param(weight), contiguous_param(bias)  # type: ignore[assignment]
         if needs_grad(x, weight, bias):
