@@ -23,7 +23,8 @@ from onepass.testing.fuzz_judge import judge
 from onepass.testing.mutants import mutate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CASES = dict.fromkeys(OPS, 40) | {"norm_linear": 25, "linear_cross_entropy": 15}  # less than 20 s of CPU in all
+# less than 20 s of CPU in all
+CASES = dict.fromkeys(OPS, 40) | {"norm_linear": 25, "linear_cross_entropy": 15, "gated_delta_rule": 8}
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
@@ -31,7 +32,8 @@ def test_random_cases_are_within_the_budget(op):
     tally = fuzz.fuzz(OPS[op], CASES[op], device=DEVICE)
     assert not tally.failed, "\n".join(f"{f.line}: {f.what}: {f.failures}" for f in tally.failed)
     assert tally.ran["torch"] == CASES[op]
-    assert triton is None or tally.ran["triton"] > CASES[op] // 2
+    delegated = op == "gated_delta_rule"  # to kernels of wheels, on a GPU
+    assert triton is None or delegated or tally.ran["triton"] > CASES[op] // 2
 
 
 SHORT, SOFTMAX = (norm_forward, "short_rows"), (softmax_kernels, "_softmax_rows")
