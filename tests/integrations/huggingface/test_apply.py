@@ -455,7 +455,7 @@ def test_bits_may_differ_where_pytorch_lets_them(monkeypatch):
     assert asked and not any(options["deterministic"] for options in asked)
 
 
-@pytest.mark.parametrize("family", ("Olmo2", "OPT"))
+@pytest.mark.parametrize("family", ("Ministral3", "OPT"))
 def test_a_products_parts_give_their_gradients_back_at_once(family):
     model = made(family)
     huggingface.apply(model)

@@ -33,6 +33,9 @@ KINDS = {  # a family's options; whether attention is one op in each layer; the 
     "Ernie4_5_Moe": ({}, [True, True], (True, "halves")),
     "SmolLM3": ({}, [True, True], (False, "halves")),
     "GraniteMoeHybrid": ({"layer_types": ["attention"] * 2}, [True, True], None),
+    "Olmo3": ({}, [True, True], (False, "halves")),
+    "MiniMaxM2": ({}, [True, True], (False, "halves")),
+    "Qwen3_5Text": ({"layer_types": ["full_attention"] * 2}, [True, True], (False, "halves")),
     "Ministral3": ({"rope_parameters": SCALED}, [False, False], (False, "halves")),
     "Llama4Text": ({"no_rope_layers": [0, 0], "floor_scale": 4}, [False, False], None),
 }  # fmt: skip
@@ -75,6 +78,29 @@ def test_what_changes_at_a_late_position_is_not_one_op(family):
     assert [layer.self_attn._onepass.whole for layer in model.model.layers] == [None, None]
 
 
+@pytest.mark.parametrize("family", ("Olmo3", "MiniMaxM2", "Qwen3_5Text"))
+@pytest.mark.parametrize("how", ("packed", "hooked", "another norm"))
+def test_norms_of_rows_and_gates(family, how, monkeypatch):
+    model = made(family, **KINDS[family][0])
+    before, applied = copy.deepcopy(model), huggingface.apply(model)
+    expected = "attention, q_norm and k_norm, gated" if family == "Qwen3_5Text" else "attention, q_norm and k_norm of rows"
+    assert expected in {row.by for row in applied.rows}
+    calls, stock = [], attentions.attention
+    monkeypatch.setattr(attentions, "attention", lambda *a, **k: calls.append(k["cu_seqlens"]) or stock(*a, **k))
+    given = batch()
+    for each in (model, before):
+        norm = each.model.layers[0].self_attn.q_norm
+        if how == "hooked":
+            norm.register_forward_hook(lambda _, args, y: 2 * y)
+        elif how == "another norm":
+            each.model.layers[0].self_attn.q_norm = torch.nn.LayerNorm(norm.weight.shape[0])
+    if how == "packed":
+        given |= {"position_ids": torch.tensor([[*range(5), *range(7)], [*range(12)]]), "use_cache": False}
+    assert_alike(step(model, **given), step(before, **given))
+    assert len(calls) == (1 if how in ("hooked", "another norm") else 2)
+    assert all((documents is not None) is (how == "packed") for documents in calls)
+
+
 def test_other_sinks_are_seen():
     model = made("GptOss")
     before, _ = copy.deepcopy(model), huggingface.apply(model)
@@ -87,7 +113,7 @@ def test_other_sinks_are_seen():
 
 
 def all_kinds_are_right(applied):
-    for family in ("GptOss", "SmolLM3", "GraniteMoeHybrid", "Llama4Text", "Glm4"):
+    for family in ("GptOss", "SmolLM3", "GraniteMoeHybrid", "Llama4Text", "Glm4", "Olmo3", "Qwen3_5Text"):
         assert_kind(family, applied.apply)
     assert_kind("Llama4Text", applied.apply, floor_scale=8192)
 
@@ -97,6 +123,10 @@ MUTANTS = {
     "no sinks": (attentions, "AttentionMatch.at_once", "self.module._parameters[whole.sinks]", "None"),
     "any sinks": (attention_trials, "_as_attention", "call, None, logits, weights", "call, None, None, weights"),
     "tables where there are none": (attention_trials, "_as_attention", "doubled if tables else None", "doubled"),
+    "no gate": (attentions, "AttentionMatch.at_once", "y if gate is None else y * gate.sigmoid()", "y"),
+    "the gate first": (attention_trials, "FusedAttention.arranged", "q, gate = (x", "gate, q = (x"),
+    "rows by one norm": (attention_trials, "FusedAttention.arranged", "norms[0](q), norms[1](k)", "norms[0](q), k"),
+    "rows without norms": (attentions, "AttentionMatch.at_once", "if whole.rows else ()", "if False else ()"),
     "tables of pairs": (rotation, "Rotation.half", 'self.layout == "pairs"', "self.interleaved"),
     "tables once are halves": (rotation, "Rotation.half", 'self.layout == "once"', "None"),
 }

@@ -39,8 +39,8 @@ _LATE = 2**20  # a position
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Arguments of `onepass.attention` for a module that only does projections, norms of q's and k's heads, rotation and causal
-    attention."""
+    """Arguments of `onepass.attention` for a module that only does projections, norms of q's and k's heads or rows, rotation,
+    causal attention, and a gate of its result."""
 
     heads: int
     groups: int
@@ -48,17 +48,39 @@ class FusedAttention:
     rotation: Rotation | None
     softcap: float | None
     tables: bool  # whether it is called with tables of positions, also where it makes nothing of them
-    norms: tuple[str, ...] = ()  # the children that normalise q's heads and k's
+    norms: tuple[str, ...] = ()  # the children that normalise q's heads and k's, or their rows
+    rows: bool = False  # the norms are of whole rows
+    gated: bool = False  # q's projection gives each head's query and its gate
     sinks: str | None = None  # the parameter of its sinks
 
     def norm_options(self, module: nn.Module) -> dict[str, Any] | None:
-        """Return the norms' weights and options, or None where other code runs in one of them."""
+        """Return the heads' norms' weights and options, or None where other code runs in one of the norms."""
         if not self.norms:
             return {}
         q_norm, k_norm = (norm_at(module, name) for name in self.norms)
         if q_norm is None or k_norm is None or not (q_norm.untouched() and k_norm.untouched()):
             return None
-        return {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **q_norm.options}
+        return {} if self.rows else {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **q_norm.options}
+
+    def arranged(self, qkv: Tensor, norms: tuple[Callable[[Tensor], Tensor], ...]) -> tuple[Tensor, Tensor | None]:
+        """Return q, k and v as attention takes them, and the gate. norms: of rows, of q and of k, or none."""
+        if not (self.gated or norms):
+            return qkv, None
+        columns = qkv.shape[-1] // (self.heads * (1 + self.gated) + 2 * self.groups)  # of a head
+        sizes = [columns * self.heads * (1 + self.gated), columns * self.groups, columns * self.groups]
+        q, k, v = qkv.split(sizes, -1)
+        gate = None
+        if self.gated:
+            q, gate = (x.flatten(-2) for x in q.unflatten(-1, (self.heads, 2 * columns)).chunk(2, -1))
+        if norms:
+            q, k = norms[0](q), norms[1](k)
+        return torch.cat([q, k, v], -1), gate
+
+    def words(self) -> str:
+        kinds = [f"{' and '.join(self.norms)}{' of rows' if self.rows else ''}"] if self.norms else []
+        kinds += ["gated"] if self.gated else []
+        kinds += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        return ", ".join(["attention", *kinds, *([] if self.sinks is None else ["sinks"])])
 
 
 def interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
@@ -182,11 +204,12 @@ def _as_attention(
 ) -> FusedAttention | None:
     """Compare the module's code, called with or without tables of positions, and the formula on small layers."""
     size, heads = head_size_of(module), module.config.num_attention_heads
-    groups = (sum(projections.sizes) // size - heads) // 2
+    gated = len(projections.sizes) == 3 and projections.sizes[0] == 2 * heads * size
+    groups = (sum(projections.sizes) // size - heads * (1 + gated)) // 2
     scale = getattr(module, "scaling", None)
     softcap = None if interface is None else interface.softcap
     scale = scale if isinstance(scale, float) and scale > 0 else size**-0.5
-    whole = FusedAttention(heads, groups, scale, rotation, softcap, tables)
+    whole = FusedAttention(heads, groups, scale, rotation, softcap, tables, gated=gated)
     sinks = [name for name, p in module._parameters.items() if p is not None]
     if interface is not None and interface.sinks:
         if len(sinks) != 1 or module._parameters[sinks[0]].shape != (heads,):
@@ -195,9 +218,11 @@ def _as_attention(
     norms = _norms_in(module)
     if norms and rotation is None:
         return None
-    if norms and not _are_alike([norm_at(module, name) for name in norms], size):
+    widths = _widths_of_norms([norm_at(module, name) for name in norms]) if norms else []
+    if widths is None or (norms and sorted(widths) not in ([size, size], sorted([heads * size, groups * size]))):
         return None
-    if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads + 2 * groups) * size:
+    whole = replace(whole, rows=bool(norms) and widths != [size, size])
+    if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads * (1 + gated) + 2 * groups) * size:
         return None
     if heads * size != sizes_of(module._modules[out])[0]:
         return None
@@ -208,7 +233,7 @@ def _as_attention(
     last = tiny(module._modules[out], heads * size, _HIDDEN, 40)
     x = randn(1, _TOKENS, _HIDDEN)
     qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
-    weights_of = {name: randn(size, seed=50 + i) for i, name in enumerate(norms)}
+    weights_of = {name: randn(width, seed=50 + i) for i, (name, width) in enumerate(zip(norms, widths, strict=True))}
     stand_ins = {name: (weight, Function(partial(_normed, weight=weight))) for name, weight in weights_of.items()}
     by, mask = "sdpa", None
     if softcap is not None or whole.sinks is not None:  # which SDPA refuses
@@ -223,8 +248,13 @@ def _as_attention(
         interleaved = rotation is not None and rotation.interleaved
         call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=_EPS)
         for names in permutations(norms):
-            weights = (None, None) if not names else (stand_ins[names[0]][0], stand_ins[names[1]][0])
-            expected = last(attention_formula(qkv, cos, sin, call, None, logits, weights)).detach()
+            if whole.rows and [weights_of[name].numel() for name in names] != [heads * size, groups * size]:
+                continue
+            weights = tuple(stand_ins[name][0] for name in names) if names and not whole.rows else (None, None)
+            row_norms = tuple(stand_ins[name][1] for name in names) if whole.rows else ()
+            arranged, gate = whole.arranged(qkv, row_norms)
+            y = attention_formula(arranged, cos, sin, call, None, logits, weights)  # type: ignore[arg-type]
+            expected = last(y if gate is None else y * gate.sigmoid()).detach()
             if all(close(each, expected, 1e-6) for each in results):
                 return replace(whole, norms=names)
     return None
@@ -236,10 +266,12 @@ def norm_at(module: nn.Module, name: str) -> NormMatch | None:
     return match if isinstance(match, NormMatch) else None
 
 
-def _are_alike(norms: list[NormMatch | None], size: int) -> bool:
-    """Whether these are two norms that `onepass.attention` has, of heads of this size."""
-    kinds = {(norm.layer, norm.eps, norm.zero_centered, norm.weight.shape) for norm in norms if norm is not None}  # type: ignore[union-attr]
-    return len(norms) == 2 and None not in norms and len(kinds) == 1 and kinds.pop()[::3] == (False, (size,))
+def _widths_of_norms(norms: list[NormMatch | None]) -> list[int] | None:
+    """Return the widths of two RMSNorms that differ in nothing else, or None."""
+    kinds = {(norm.layer, norm.eps, norm.zero_centered) for norm in norms if norm is not None}
+    if len(norms) != 2 or None in norms or len(kinds) != 1 or kinds.pop()[0]:
+        return None
+    return [norm.weight.shape[0] for norm in norms]  # type: ignore[union-attr]
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:

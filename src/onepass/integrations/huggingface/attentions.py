@@ -14,7 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onepass.integrations.huggingface.attention_trials import FusedAttention, as_one_op, head_size_of, interface_of, roles_of
+from onepass.integrations.huggingface.attention_trials import (
+    FusedAttention,
+    as_one_op,
+    head_size_of,
+    interface_of,
+    norm_at,
+    roles_of,
+)
 from onepass.integrations.huggingface.interfaces import (
     INTERFACES,
     InterfaceCall,
@@ -141,11 +148,13 @@ class AttentionMatch:
         whole = self.whole
         assert whole is not None and self.projections is not None
         qkv, marker = self.projections(x, folded), options.get("attention_mask")
-        B, S, C = qkv.shape
+        B, S = qkv.shape[:2]
         cos, sin = (None, None) if whole.rotation is None else whole.rotation.tables(*options["position_embeddings"])
         documents = None if marker is None else documents_of(marker)
+        row_norms = (norm_at(self.module, name) for name in whole.norms) if whole.rows else ()
+        qkv, gate = whole.arranged(qkv, tuple(row_norms))  # type: ignore[arg-type]
         if documents is not None:
-            qkv = qkv.view(1, B * S, C)
+            qkv = qkv.view(1, B * S, -1)
             cos, sin = (None if table is None else table.expand(B, S, -1).reshape(1, B * S, -1) for table in (cos, sin))
         y = attention(
             qkv,
@@ -164,7 +173,8 @@ class AttentionMatch:
             deterministic=False,
             backend=backend_of(qkv, whole.heads, whole.groups, documents),
         )
-        return call_layer(self.module._modules[self.out], y.view(B, S, -1)), None  # type: ignore[arg-type]
+        y = y.view(B, S, -1)
+        return call_layer(self.module._modules[self.out], y if gate is None else y * gate.sigmoid()), None  # type: ignore[arg-type]
 
 
 def _is_harmless(name: str, value: Any, marked: bool) -> bool:
@@ -275,11 +285,7 @@ def _rows(
     if qkv:
         one = match is not None and match.projections is not None
         whole = None if match is None else match.whole
-        by = "linear" if whole is None else "attention"
-        if whole is not None:
-            by += f", {' and '.join(whole.norms)}" if whole.norms else ""
-            by += "" if whole.softcap is None else f", softcap {whole.softcap:g}"
-            by += "" if whole.sinks is None else ", sinks"
+        by = "linear" if whole is None else whole.words()
         why = "what its input goes to are not just linear layers"
         rows.append(AppliedRow(name, kind, "qkv", by=by, match=match) if one else AppliedRow(name, kind, "qkv", why=why))
     return rows
