@@ -14,7 +14,7 @@ document begins in it or W - 2 rows before: its last row tells. Whole turns take
 chunk's end, are taken one by one, and each asks. Both do the same arithmetic in the same order, so a row has the bits that it has
 in a document of its own.
 
-The kernels are bound by instructions, not by bytes (note 0034): a turn's branch costs less than masks on every row.
+The kernels are bound by instructions as much as by bytes (note 0034): a turn's branch costs less than masks on every row.
 """
 # mypy: disable-error-code="assignment"
 
