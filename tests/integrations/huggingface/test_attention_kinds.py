@@ -101,6 +101,23 @@ def test_norms_of_rows_and_gates(family, how, monkeypatch):
     assert all((documents is not None) is (how == "packed") for documents in calls)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "by"),
+    (
+        ("DeepseekV3", {"rope_interleave": True}, [None, None]),  # another function among its globals
+        ("DeepseekV3", {"rope_interleave": False}, ["rope", "rope"]),
+        ("SmolLM3", {}, ["rope"]),  # its second layer has no positions
+        ("Llama", {}, ["rope", "rope"]),
+    ),
+    ids=str,
+)
+def test_a_rotation_that_is_not_called_is_not_reported(family, options, by):
+    model = made(family, **options)
+    before, applied = copy.deepcopy(model), huggingface.apply(model)
+    assert [row.by for row in applied.rows if row.part == "rope"] == by
+    assert_alike(step(model, **batch()), step(before, **batch()))
+
+
 def test_other_sinks_are_seen():
     model = made("GptOss")
     before, _ = copy.deepcopy(model), huggingface.apply(model)

@@ -28,7 +28,7 @@ from onepass.integrations.huggingface.probe import (
     randn,
     shallow,
 )
-from onepass.integrations.huggingface.rotation import Rotation, globals_with, with_globals
+from onepass.integrations.huggingface.rotation import ROTATION, Rotation, globals_with, with_globals
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 _TOKENS, _HIDDEN = 5, 6
@@ -101,6 +101,21 @@ def interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
         if (interface := find_interface(stock, by, run)) is not None:
             return interface
     return None
+
+
+def calls_rotation(module: Any, linears: list[str]) -> bool:
+    """Whether the module's code calls the rotation that is among its globals, as far as a run shows."""
+    calls: list[None] = []
+
+    def rotate(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        calls.append(None)
+        return q, k
+
+    code = with_globals(type(module).forward, {ROTATION: rotate})
+    layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
+    hidden = randn(1, _TOKENS, sizes_of(module._modules[linears[0]])[0])
+    ran = [_tried(module, layers, hidden, randn(1, _TOKENS, width), "sdpa", code=code) for width in _widths(module)]
+    return bool(calls) or all(y is None for y in ran)
 
 
 def roles_of(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.attention_trials import (
     FusedAttention,
     as_one_op,
+    calls_rotation,
     head_size_of,
     interface_of,
     norm_at,
@@ -78,6 +79,7 @@ class AttentionMatch:
     rotation: Rotation | None
     whole: FusedAttention | None
     interface: InterfaceCall | None
+    rotates: bool = True  # whether its code calls the rotation
     window: int | None = None  # which a marker has in place of a mask; masks.py sets it
     running: dict[int, _AttentionCall] = field(default_factory=dict)  # by thread
     snapshot: Snapshot = UNREAD
@@ -206,14 +208,14 @@ class RotationMatch:
 # ---- recognition ----
 
 
-def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
-    """Return a match, or None. `rotates`: whether the model's rotary tables are in a form that onepass can read."""
+def find_attention(module: nn.Module, readable: bool) -> AttentionMatch | None:
+    """Return a match, or None. `readable`: whether the model's rotary tables are in a form that onepass can read."""
     linears = [name for name, child in module._modules.items() if is_linear(base_of(child))]
     if "attention" not in type(module).__name__.lower() or own_forward(module):
         return None
     if getattr(getattr(module, "config", None), "num_attention_heads", None) is None:
         return None
-    rotation = find_rotation(type(module).forward) if rotates else None
+    rotation = find_rotation(type(module).forward) if readable else None
     if len(linears) < 2:  # LoRA's layers, or quantised ones, whose results are rotated all the same
         if rotation is None:
             return None
@@ -223,7 +225,8 @@ def find_attention(module: nn.Module, rotates: bool) -> AttentionMatch | None:
         return None
     interface = interface_of(module, linears)
     whole = None if projections is None else as_one_op(module, projections, out, rotation, interface)
-    return AttentionMatch(module, projections, out, _original(module, rotation, interface), rotation, whole, interface)
+    rotates = rotation is not None and calls_rotation(module, linears)
+    return AttentionMatch(module, projections, out, _original(module, rotation, interface), rotation, whole, interface, rotates)
 
 
 def _original(module: nn.Module, rotation: Rotation | None, interface: InterfaceCall | None) -> Callable[..., Any]:
@@ -278,9 +281,9 @@ def _rows(
     if rope and (rotates or (has_tables(model) and globals_with(ROTATION, type(module).forward))):
         why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
         row = partial(AppliedRow, name, kind, "rope")
-        if match is not None and match.rotation is not None:
+        if match is not None and match.rotation is not None and match.rotates:
             rows.append(row(by="rope", match=RotationMatch(match)))
-        else:
+        elif match is None or match.whole is None or match.rotation is None:  # else it has no positions
             rows.append(row(why=why))
     if qkv:
         one = match is not None and match.projections is not None
