@@ -207,6 +207,22 @@ def test_every_layer_of_a_hybrid(family, monkeypatch):
     assert_alike(step(model, **batch()), step(before, **batch()))
 
 
+@pytest.mark.parametrize("family", ("Qwen3_5Text", "Lfm2", "Granite"))
+def test_in_bf16_by_kernels_it_is_as_near(family):
+    model = made(family)
+    before, _ = copy.deepcopy(model), huggingface.apply(model)
+    given = batch() | {"use_cache": False}
+    exact = step(before, **given)
+    with onepass.use_backend("triton"):
+        found = step(model.bfloat16(), **given)
+    plain = step(before.bfloat16(), **given)
+
+    def error(result):
+        return sum((result[1][name].float() - grad).square().sum() for name, grad in exact[1].items()).sqrt()
+
+    assert error(found) < 1.25 * error(plain)
+
+
 def all_layers_are_right(applied):
     for name in LAYERS:
         assert_layer(LAYERS[name](), True, applied.apply)
