@@ -13,7 +13,6 @@ from rich.table import Table
 from torch import nn
 
 from onepass.integrations.huggingface.attentions import replace_attentions
-from onepass.integrations.huggingface.convolutions import replace_convolutions
 from onepass.integrations.huggingface.dense_experts import replace_dense_experts
 from onepass.integrations.huggingface.expert_adapters import replace_expert_adapters
 from onepass.integrations.huggingface.experts import replace_experts
@@ -22,6 +21,7 @@ from onepass.integrations.huggingface.lora import replace_lora
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.main_grad import MainGradAdamW, PatientMainGrads, add_in_place
 from onepass.integrations.huggingface.masks import replace_masks
+from onepass.integrations.huggingface.mixers import replace_mixers
 from onepass.integrations.huggingface.mlps import replace_mlps
 from onepass.integrations.huggingface.norms import replace_norms
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
@@ -259,7 +259,7 @@ def _replaced(
         done, told = replace_dense_experts(model, patches)
         rows += told + replace_experts(model, patches, done) + replace_expert_adapters(model, patches)
     attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
-    rows += told + (replace_convolutions(model, patches) if qkv else [])
+    rows += told + (replace_mixers(model, patches) if qkv else [])
     if norms and (mlp or qkv or rope):
         rows += replace_layers(model, patches, norms, attentions, mlps)
     told = replace_masks(model, patches) if attentions else []

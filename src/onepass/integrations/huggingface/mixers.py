@@ -1,0 +1,82 @@
+"""Mixers of hybrids: a module's own code runs with onepass's convolution and delta rule in place of the model's functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from onepass.integrations.huggingface.convolutions import CONVOLUTION, convolution_of, is_causal_convolution
+from onepass.integrations.huggingface.delta_rules import DELTA_RULE, delta_rule_of, is_delta_rule
+from onepass.integrations.huggingface.patches import AppliedRow, Patches
+from onepass.integrations.huggingface.probe import own_forward
+from onepass.integrations.huggingface.rotation import globals_with, with_globals
+from onepass.integrations.huggingface.snapshot import CODE_CHANGED, Snapshot
+
+
+class _Known(NamedTuple):
+    """A function that models' code calls by name."""
+
+    is_it: Callable[[Callable[..., Any]], bool]
+    ours: Callable[[Callable[..., Any]], Callable[..., Any]]
+    op: str
+
+
+_KNOWN = {
+    CONVOLUTION: _Known(is_causal_convolution, convolution_of, "causal_conv1d"),
+    DELTA_RULE: _Known(is_delta_rule, delta_rule_of, "gated_delta_rule"),
+}
+
+
+@dataclass
+class MixerMatch:
+    """A module whose code calls functions of these names."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+    original: Callable[..., Any]  # a copy of its class's forward that calls onepass's
+    snapshot: Snapshot
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"original": None}  # with_globals' function can't be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.original = _with_ours(type(self.module).forward, self.names)
+
+    def change(self) -> str | None:
+        return None if self.snapshot.has_code_of(self.module) else CODE_CHANGED
+
+
+def replace_mixers(model: nn.Module, patches: Patches) -> list[AppliedRow]:
+    rows = []
+    right: dict[Any, bool] = {}
+    for name, module in model.named_modules():
+        forward, kind = type(module).forward, type(module).__name__
+        called = {each: found[each] for each in _KNOWN if each in (found := globals_with(each, forward))}
+        if called and own_forward(module):
+            rows.append(AppliedRow(name, kind, "qkv", why="it has a forward of its own already"))
+            continue
+        for each, stock in called.items():
+            if stock not in right:
+                right[stock] = _KNOWN[each].is_it(inspect.unwrap(stock))
+            if not right[stock]:
+                rows.append(AppliedRow(name, kind, "qkv", why=f"its {each} computes something else"))
+        names = tuple(each for each, stock in called.items() if right[stock])
+        if names:
+            match = MixerMatch(module, names, _with_ours(forward, names), Snapshot(code=forward))
+            patches.set_forward(module, _forward, match)
+            rows.append(AppliedRow(name, kind, "qkv", by=", ".join(_KNOWN[each].op for each in names), match=match))
+    return rows
+
+
+def _with_ours(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    return with_globals(forward, {each: _KNOWN[each].ours(globals_with(each, forward)[each]) for each in names})
+
+
+def _forward(self: Any, *args: Any, **options: Any) -> Any:
+    match: MixerMatch = self._onepass
+    return (match.original if match.change() is None else type(self).forward)(self, *args, **options)
