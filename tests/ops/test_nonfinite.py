@@ -27,7 +27,8 @@ PLAIN = {
     f"bias_activation: {activation}": Sample(partial(random_tensors, ((5, 70), (70,))), None, {"activation": activation})
     for activation in ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu")
 }
-NAMES = [name for name in subjects("torch", DEVICE) if name.partition(":")[0] not in ("attention", "linear")]  # PyTorch's own
+OTHERS = ("attention", "linear", "gated_delta_rule")  # whose kernels are PyTorch's or wheels'
+NAMES = [name for name in subjects("torch", DEVICE) if name.partition(":")[0] not in OTHERS]
 
 
 def results(subject, backend, tensors):

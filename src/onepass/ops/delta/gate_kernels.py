@@ -97,7 +97,8 @@ def _gates_forward_kernel(
     a, b = _load_gates(a_ptr, b_ptr, rows, heads, inside, (A_ROW, A_GROUP, B_ROW, B_GROUP), R)
     beta, _ = sigmoid(-LOG2_E * b)
     at = rows[:, None] * H + heads[None, :]
-    tl.store(g_ptr + at, -decay * softplus(a + dt_bias), mask=inside)
+    g = decay * softplus(a + dt_bias) * -1.0  # Triton's -x is 0 - x, of which a zero has another sign
+    tl.store(g_ptr + at, g, mask=inside)
     tl.store(beta_ptr + at, beta, mask=inside)
 
 
