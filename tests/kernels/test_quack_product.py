@@ -53,7 +53,7 @@ def calls(monkeypatch):
 def all_calls(calls, monkeypatch):
     """The same, of all products."""
     monkeypatch.setattr(grouped_product, "torch_can_group", lambda *_: True)
-    monkeypatch.setattr(grouped_product, "quack_multiplies", lambda *_: True)
+    monkeypatch.setattr(grouped_product, "quack_multiplies", lambda *_, **__: True)
     return calls
 
 
@@ -182,9 +182,24 @@ def test_explain_names_the_weights_it_is_taken_for(multiplied, added, said, monk
     weights = [(getattr(call, name), 6 * getattr(call, name)[0].numel()) for name in multiplied]
     monkeypatch.setattr(experts, "quack_adds", lambda x, main_grad: any(main_grad is place for place in places))
     monkeypatch.setattr(
-        experts, "quack_multiplies", lambda x, weight, size: any(weight is w and size == count for w, count in weights)
+        experts,
+        "quack_multiplies",
+        lambda x, weight, size, of_gradient=False: any(weight is w and size == count for w, count in weights),
     )
     assert said in experts.variant(call)
+
+
+def test_explain_names_gradients_alone(monkeypatch):
+    call = types.SimpleNamespace(
+        x=torch.zeros(3, K), up=torch.zeros(4, 2 * N, K), down=torch.zeros(4, K, N), chosen=torch.zeros(3, 2, dtype=torch.int64),
+        precision=None, recompute=False,
+    )  # fmt: skip
+    monkeypatch.setattr(experts, "quack_multiplies", lambda x, weight, size, of_gradient=False: of_gradient)
+    assert "four backward, up and down's gradient by QuACK" in experts.variant(call)
+    call.down.main_grad = torch.zeros_like(call.down)
+    assert "four backward, up and down's gradient by QuACK" in experts.variant(call)  # before it is added
+    monkeypatch.setattr(experts, "quack_adds", lambda x, main_grad: True)
+    assert "four backward, up's gradient and down's gradient into main_grad by QuACK" in experts.variant(call)
 
 
 def test_it_is_taken_on_hopper_for_large_16_bit_operands_alone(monkeypatch):
@@ -206,6 +221,7 @@ def test_it_is_taken_on_hopper_for_large_16_bit_operands_alone(monkeypatch):
     assert not adds(on_gpu(8), main_grad)
     assert not multiplies(on_gpu(8), on_gpu(), 128) and not multiplies(on_gpu(), on_gpu(8), 128)
     assert not multiplies(on_gpu(), on_gpu(), 127) and not adds(on_gpu(), main_grad[:1])
+    assert multiplies(on_gpu(), on_gpu(), 64, of_gradient=True) and not multiplies(on_gpu(), on_gpu(), 63, of_gradient=True)
     assert not adds(on_gpu(), main_grad.to(BF16))
     assert not adds(on_gpu(), main_grad.mT)
     assert not adds(on_gpu(), torch.zeros(129)[1:].view(2, 8, 8))

@@ -60,7 +60,7 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 def grouped_gradient(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a.T @ b of each group's rows [G, N, K], for operands that `torch_can_group`."""
     N, K = a.shape[1], b.shape[1]
-    if not quack_multiplies(a, b, 2 * a.shape[0] * N * K):  # which saves twice as much of a gradient as of rows
+    if not quack_multiplies(a, b, a.shape[0] * N * K, of_gradient=True):
         return F.grouped_mm(a.mT, b, offs=ends)
     out = a.new_empty(ends.shape[0], N, K)
     add_by_quack(out, a, b, ends, keep=False)

@@ -2,12 +2,19 @@
 
 import copy
 
+import torch
+
 from onepass.integrations import huggingface
+from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import families
 from onepass.integrations.huggingface.families import MOE, SMALL, SPECIAL, VOCABULARY, assert_alike, batch, step
 from onepass.integrations.huggingface.families import tiny_model as made
+from onepass.testing.mutants import mutate
 
-__all__ = ["FAMILIES", "MOE", "SMALL", "SPECIAL", "VOCABULARY", "assert_alike", "batch", "both", "made", "step"]
+__all__ = [
+    "FAMILIES", "MOE", "SMALL", "SPECIAL", "VOCABULARY", "assert_alike", "assert_documents_are_apart", "batch", "both", "made",
+    "mutant_of", "step",
+]  # fmt: skip
 
 FAMILIES = {  # test_families.py runs all
     name: families.FAMILIES[name]
@@ -24,3 +31,27 @@ def both(family="Llama", *, main_grad=False, release_main_grad=False, precision=
     before = copy.deepcopy(model)
     applied = huggingface.apply(model, main_grad=main_grad, release_main_grad=release_main_grad, precision=precision)
     return model, before, applied
+
+
+def assert_documents_are_apart(family, lengths, tolerance, apply=huggingface.apply):
+    """Compare documents of these lengths in one row, with their boundaries, and each alone."""
+    model = made(family).eval()
+    apply(model)
+    ids = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(5))
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+    packed = {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None], "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries, "max_length_q": max(lengths), "max_length_k": max(lengths), "use_cache": False,
+    }  # fmt: skip
+    with torch.no_grad():
+        together = model(input_ids=ids, **packed).logits
+        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=tolerance, atol=tolerance)
+
+
+def mutant_of(monkeypatch, module, *change):
+    """Return huggingface.applied of a onepass with this change in `module`, by PyTorch until the test ends."""
+    monkeypatch.setenv("ONEPASS_BACKEND", "torch")  # a mutant has a use_backend of its own
+    with monkeypatch.context() as patched:
+        patched.delenv("TRITON_INTERPRET", raising=False)
+        return mutate(module, *change, entry=applied_module)

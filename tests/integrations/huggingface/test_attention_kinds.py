@@ -7,13 +7,12 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import assert_alike, batch, made, step
+from integrations.huggingface.families import assert_alike, batch, made, mutant_of, step
 
 import onepass
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import attention_trials, attentions, rotation
-from onepass.testing.mutants import mutate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE scaling factor")
 
@@ -152,10 +151,7 @@ MUTANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, monkeypatch):
-    monkeypatch.setenv("ONEPASS_BACKEND", "torch")  # a mutant has a use_backend of its own
-    with monkeypatch.context() as patched:
-        patched.delenv("TRITON_INTERPRET", raising=False)
-        mutant = mutate(*MUTANTS[name], entry=applied_module)
+    mutant = mutant_of(monkeypatch, *MUTANTS[name])
     with pytest.raises((AssertionError, RuntimeError, TypeError, ValueError)):
         all_kinds_are_right(mutant)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import VOCABULARY, assert_alike, batch, made, step
+from integrations.huggingface.families import assert_alike, assert_documents_are_apart, batch, made, mutant_of, step
 from transformers.models.lfm2 import modeling_lfm2
 
 import onepass
@@ -18,7 +18,6 @@ from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import convolutions
 from onepass.integrations.huggingface.convolutions import is_causal_convolution
-from onepass.testing.mutants import mutate
 
 HYBRIDS = ("Qwen3Next", "Qwen3_5Text", "NemotronH", "GraniteMoeHybrid", "FalconH1", "Lfm2")
 LENGTHS = (7, 5, 1, 11)
@@ -76,24 +75,8 @@ def test_a_model_calls_it(family, monkeypatch):
     assert not calls
 
 
-def assert_documents_are_apart(apply=huggingface.apply):
-    """In LFM2, whose mixers are attention and convolutions alone."""
-    model = made("Lfm2").eval()
-    apply(model)
-    ids = torch.randint(3, VOCABULARY, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
-    lengths = torch.tensor([0, *LENGTHS]).cumsum(0)
-    packed = {
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None], "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths,
-        "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS), "use_cache": False,
-    }  # fmt: skip
-    with torch.no_grad():
-        together = model(input_ids=ids, **packed).logits
-        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
-    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
-
-
 def test_documents_are_apart():
-    assert_documents_are_apart()
+    assert_documents_are_apart("Lfm2", LENGTHS, 1e-5)
 
 
 @pytest.mark.parametrize(("width", "activation"), [(9, "silu"), (4, "gelu")])
@@ -126,7 +109,7 @@ def test_a_forward_of_its_own_is_kept():
 
 
 def all_is_right(applied):
-    assert_documents_are_apart(applied.apply)
+    assert_documents_are_apart("Lfm2", LENGTHS, 1e-5, applied.apply)
     for family in ("NemotronH", "Lfm2"):
         model = made(family)
         before = copy.deepcopy(model)
@@ -151,10 +134,7 @@ MUTANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, monkeypatch):
-    monkeypatch.setenv("ONEPASS_BACKEND", "torch")  # a mutant has a use_backend of its own
     all_is_right(applied_module)
-    with monkeypatch.context() as patched:
-        patched.delenv("TRITON_INTERPRET", raising=False)
-        mutant = mutate(convolutions, *MUTANTS[name], entry=applied_module)
+    mutant = mutant_of(monkeypatch, convolutions, *MUTANTS[name])
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         all_is_right(mutant)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import VOCABULARY, assert_alike, batch, made, step
+from integrations.huggingface.families import VOCABULARY, assert_alike, assert_documents_are_apart, batch, made, mutant_of, step
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import onepass
@@ -16,7 +16,6 @@ from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import delta_rules
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE, delta_rule_of, is_delta_rule
-from onepass.testing.mutants import mutate
 
 if not hasattr(modeling_qwen3_5, DELTA_RULE):
     pytest.skip(f"transformers' models have no {DELTA_RULE}", allow_module_level=True)
@@ -82,23 +81,8 @@ def test_a_model_calls_it(family, monkeypatch):
     assert not calls
 
 
-def assert_documents_are_apart(apply=huggingface.apply):
-    model = made("Qwen3_5Text").eval()
-    apply(model)
-    ids = torch.randint(3, VOCABULARY, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
-    lengths = torch.tensor([0, *LENGTHS]).cumsum(0)
-    packed = {
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None], "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths,
-        "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS), "use_cache": False,
-    }  # fmt: skip
-    with torch.no_grad():
-        together = model(input_ids=ids, **packed).logits
-        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
-    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
-
-
 def test_documents_are_apart():
-    assert_documents_are_apart()
+    assert_documents_are_apart("Qwen3_5Text", LENGTHS, 1e-4)
 
 
 def test_a_prompt_s_states_are_the_model_s():
@@ -123,7 +107,7 @@ def test_boundaries_beside_several_rows_are_the_models_own():
 
 
 def all_is_right(applied):
-    assert_documents_are_apart(applied.apply)
+    assert_documents_are_apart("Qwen3_5Text", LENGTHS, 1e-4, applied.apply)
     model = made("Qwen3_5Text")
     before = copy.deepcopy(model)
     assert BOTH in {row.by for row in applied.apply(model).rows}
@@ -148,10 +132,7 @@ MUTANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, monkeypatch):
-    monkeypatch.setenv("ONEPASS_BACKEND", "torch")  # a mutant has a use_backend of its own
-    with monkeypatch.context() as patched:
-        patched.delenv("TRITON_INTERPRET", raising=False)
-        mutant = mutate(delta_rules, *MUTANTS[name], entry=applied_module)
+    mutant = mutant_of(monkeypatch, delta_rules, *MUTANTS[name])
     with pytest.raises((AssertionError, RuntimeError, ValueError, pytest.fail.Exception)):
         all_is_right(mutant)
 

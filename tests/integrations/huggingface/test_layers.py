@@ -9,14 +9,13 @@ from torch import nn
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import assert_alike, batch, made, step
+from integrations.huggingface.families import assert_alike, batch, made, mutant_of, step
 
 import onepass
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import delta_rules, layers
 from onepass.integrations.huggingface.layers import LayerMatch
-from onepass.testing.mutants import mutate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE scaling factor", "ignore:.*gradient_checkpointing:FutureWarning")
 RESIDUAL = "with the residual's sums"
@@ -247,10 +246,7 @@ MUTANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, monkeypatch):
-    monkeypatch.setenv("ONEPASS_BACKEND", "torch")  # a mutant has a use_backend of its own
     all_layers_are_right(applied_module)
-    with monkeypatch.context() as patched:
-        patched.delenv("TRITON_INTERPRET", raising=False)
-        mutant = mutate(layers, *MUTANTS[name], entry=applied_module)
+    mutant = mutant_of(monkeypatch, layers, *MUTANTS[name])
     with pytest.raises((AssertionError, AttributeError, RuntimeError, ValueError)):
         all_layers_are_right(mutant)

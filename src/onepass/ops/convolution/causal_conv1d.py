@@ -186,7 +186,7 @@ def unsupported(x: Tensor, split: Sequence[int] | None, l2_norm: HeadWidths) -> 
 def _options(
     x: Tensor, activation: str | None, split: Sequence[int] | None, l2_norm: HeadWidths, eps: float
 ) -> ConvOptions:  # fmt: skip
-    first, second, third = (*(x.shape[-1:] if split is None else split), 0, 0)[: PIECES]
+    first, second, third = (*(x.shape[-1:] if split is None else split), 0, 0)[:PIECES]
     heads = _heads_of(split, l2_norm)
     normed = sum(1 << i for i, head in enumerate(heads) if head)
     return ConvOptions(activation == "silu", float(eps), first, second, third, normed, max(heads))

@@ -89,12 +89,16 @@ def variant(call: Call) -> str:
 
 
 def _by_quack(call: Call) -> str:
-    weights = {"up": call.up, "down": call.down}
-    rows = call.chosen.numel()
-    multiplied = [n for n, w in weights.items() if quack_multiplies(call.x, w, rows * w.shape[1] * w.shape[2])]
-    main_grads = {n: w.main_grad for n, w in weights.items() if getattr(w, "main_grad", None) is not None}
-    added = [n for n, main_grad in main_grads.items() if quack_adds(call.x, main_grad)]
-    named = {"products": multiplied if recipe_of(call.precision) is None else [], "gradient into main_grad": added}
+    named: dict[str, list[str]] = {"products": [], "gradient": [], "gradient into main_grad": []}
+    for name, weight in (("up", call.up), ("down", call.down)):
+        size, main_grad = call.chosen.numel() * weight.shape[1] * weight.shape[2], getattr(weight, "main_grad", None)
+        is_added = main_grad is not None and quack_adds(call.x, main_grad)
+        if recipe_of(call.precision) is None and quack_multiplies(call.x, weight, size):
+            named["products"].append(name)
+        elif not is_added and quack_multiplies(call.x, weight, size, of_gradient=True):
+            named["gradient"].append(name)
+        if is_added:
+            named["gradient into main_grad"].append(name)
     said = [f"{' and '.join(names)}'s {what}" for what, names in named.items() if names]
     return f", {' and '.join(said)} by QuACK" if said else ""
 
