@@ -57,9 +57,7 @@ def test_a_scale_that_is_another_row_s_is_wrong() -> None:
 
 
 def test_the_bytes_of_a_number() -> None:
-    moved = {
-        variant: given(variant)[0].forward_bytes / (40 * 32) for variant in fp8_passes._WRITES
-    }
+    moved = {variant: given(variant)[0].forward_bytes / (40 * 32) for variant in fp8_passes._WRITES}
     assert moved == {
         "cast": 3, "cast by row": 3, "cast turned": 3, "cast both": 4, "norm": 3, "norm by row": 3, "norm turned": 3,
         "swiglu": 5, "swiglu by row": 5, "swiglu backward": 11,

@@ -291,7 +291,8 @@ def test_the_cases_are_those_asked_for() -> None:
     real = {case.name: case for case in cases(quick=False)}
     names = ["llama_1b 4x4096", "llama_1b 4x4096 ignored", "llama_1b 16x1024 chats", "llama_1b 1x1024"]
     with_lora = ["lora_8b 2x2048", "lora_8b 2x2048 bf16", "lora_8b 2x2048 nf4", "lora_8b 4x4096 checkpointed"]
-    assert list(real) == [*names, "qwen3_0.6b 4x4096", "gemma2_2b 1x4096", *with_lora]
+    hybrids = ["qwen3_5_2b 4x4096", "gpt_oss_20b 4x4096", "gemma4_2b 1x8192", "deepseek_v3_16b 4x4096"]
+    assert list(real) == [*names, "qwen3_0.6b 4x4096", "gemma2_2b 1x4096", *hybrids, *with_lora]
     assert [case.name for case in real.values() if case.lora_rank] == with_lora
     assert AcceptanceBar(OURS_PACKED, "ms", 0.6, OURS) in real["llama_1b 16x1024 chats"].bars
     assert [case.name for case in real.values() if OURS_PACKED in case.contenders] == ["llama_1b 16x1024 chats"]
@@ -301,13 +302,32 @@ def test_the_cases_are_those_asked_for() -> None:
 
 @pytest.mark.usefixtures("transformers")
 @pytest.mark.parametrize(
-    ("name", "millions"), [("llama_1b 4x4096", 1236), ("qwen3_0.6b 4x4096", 596), ("gemma2_2b 1x4096", 2614)]
+    ("name", "millions"),
+    [
+        ("llama_1b 4x4096", 1236),
+        ("gemma2_2b 1x4096", 2614),
+        ("qwen3_5_2b 4x4096", 1882),
+        ("gpt_oss_20b 4x4096", 4451),
+        ("gemma4_2b 1x8192", 5077),
+        ("deepseek_v3_16b 4x4096", 2509),
+    ],
 )
 def test_the_models_have_their_sizes(name: str, millions: int) -> None:
     case = next(case for case in cases(quick=False) if case.name == name)
     model = huggingface_process.new_model(case, torch.device("meta"))
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
     assert model.config._attn_implementation == case.attention
+
+
+@pytest.mark.usefixtures("transformers")
+def test_exact_gradients_are_of_transformers_own_functions() -> None:
+    case = next(case for case in cases(quick=True) if "qwen3_5" in case.name)
+    model = huggingface_process.new_model(case, torch.device("cpu"))
+    there = vars(sys.modules[type(model).__module__])
+    chosen = {name: there[name] for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")}
+    with huggingface_process.without_packages(model):
+        assert {name: there[name] for name in chosen} == {name: made.__wrapped__ for name, made in chosen.items()}
+    assert {name: there[name] for name in chosen} == chosen
 
 
 # ---- the command ----

@@ -30,6 +30,7 @@ from onepass.bench.huggingface_cases import (
     OURS_COMPILED,
     OURS_FP8,
     RIGHT,
+    TAKEN,
     ModelCase,
     ModelResult,
     cases,
@@ -198,7 +199,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _facts(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
     """Return the facts that rows of one table must share."""
-    compared = {package for packages in NEEDS.values() for package in packages}
+    compared = {*TAKEN, *(package for packages in NEEDS.values() for package in packages)}
     peers = {name: version for name, version in find_peers().items() if name in compared}
     return {
         "commit": commit(),

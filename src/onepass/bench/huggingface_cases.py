@@ -15,6 +15,7 @@ EAGER, COMPILED, LIGER, UNSLOTH, AXOLOTL, OURS, OURS_COMPILED, OURS_FP8, OURS_PA
 )  # fmt: skip
 # Peers' packages, as peers.py names them. Unsloth's and axolotl's functions are of layers with LoRA, and Liger does the rest.
 NEEDS = {LIGER: ("Liger",), UNSLOTH: ("Liger", "Unsloth"), AXOLOTL: ("Liger", "axolotl")}
+TAKEN = ("FLA", "FlashQLA", "causal-conv1d", "mamba-ssm")  # by transformers' own code for hybrids, where they are installed
 MINE = (OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED)
 _FP8_FAR = (("loss_apart", 2e-2), ("error_of_eager", 30.0))  # a product's gradient is 1/16 off, as e5m2 is; bf16's is 1/300
 
@@ -55,6 +56,7 @@ class ModelCase:
     lora_rank: int = 0  # of PEFT's adapters of all linear layers but the head, beside frozen weights; 0: all weights train
     adapters: str = "fp32"  # their type, PEFT's default
     checkpointed: bool = False  # layers are recomputed in backward
+    ours: str | None = None  # the attention that onepass is applied to, where it is not that of the others
     four_bits: bool = False  # the layers' frozen weights are bitsandbytes' NF4, as QLoRA has them
 
     @property
@@ -115,13 +117,39 @@ _GEMMA2_2B = {
     "num_hidden_layers": 26, "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 256, "vocab_size": 256000,
 }  # fmt: skip
+_QWEN3_5_2B = {
+    "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "vocab_size": 248320, "tie_word_embeddings": True,
+}  # fmt: skip
+_GPT_OSS_20B = {"num_hidden_layers": 4, "num_local_experts": 32}
+_GEMMA4_2B = {"num_hidden_layers": 30, "hidden_size": 2304, "intermediate_size": 9216}
+_DEEPSEEK_16B = {
+    "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408, "vocab_size": 163840,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "q_lora_rank": None,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
 _TINY = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN3_5_TINY = (
+    _TINY
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
+    | {"layer_types": ["linear_attention", "full_attention"]}
+)
 
 _COMPILES = AcceptanceBar(OURS_COMPILED, "ms", 1.0, OURS)
 _BEATS_LIGER = (AcceptanceBar(OURS, "ms", 1.0, LIGER), AcceptanceBar(OURS, "peak_gib", 1.0, LIGER))
+
+
+def _of_hybrids(of_eager: float, of_liger: float | None = None) -> tuple[AcceptanceBar, ...]:
+    """Return the bars of a model that transformers runs by the packages it finds, flash-linear-attention and causal-conv1d."""
+    bars = (AcceptanceBar(OURS, "ms", of_eager, EAGER), AcceptanceBar(OURS, "peak_gib", 0.60, EAGER))
+    return bars if of_liger is None else (*bars, AcceptanceBar(OURS, "ms", of_liger, LIGER))
+
+
 _REAL = [
     ModelCase(
         "llama_1b 4x4096", "llama", 4, 4096, _LLAMA_1B,
@@ -141,6 +169,13 @@ _REAL = [
     ModelCase("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
     # SDPA has no softcapping, and eager attention saves the scores: only one sequence fits.
     ModelCase("gemma2_2b 1x4096", "gemma2", 1, 4096, _GEMMA2_2B, "eager", _BEATS_LIGER),
+    # Slices of true widths: Qwen3.5 is whole, gpt-oss has 4 of 24 layers, DeepSeek V3's code 4 of a 16B's 27.
+    ModelCase("qwen3_5_2b 4x4096", "qwen3_5_text", 4, 4096, _QWEN3_5_2B, asked=_of_hybrids(0.80, 0.92)),
+    ModelCase(
+        "gpt_oss_20b 4x4096", "gpt_oss", 4, 4096, _GPT_OSS_20B, "flex_attention", _of_hybrids(0.60), ours="eager"
+    ),
+    ModelCase("gemma4_2b 1x8192", "gemma4_text", 1, 8192, _GEMMA4_2B, asked=_of_hybrids(0.85, 0.85)),
+    ModelCase("deepseek_v3_16b 4x4096", "deepseek_v3", 4, 4096, _DEEPSEEK_16B, asked=_of_hybrids(0.65)),
     # Losses of this many random layers in bf16 are no nearer: eager's with adapters in fp32 and in bf16 are 1e-2 apart, too.
     ModelCase(
         "lora_8b 2x2048", "llama", 2, 2048, _LLAMA_8B, lora_rank=16, loss_apart=1.5e-2,
@@ -164,6 +199,7 @@ _QUICK = [
     ModelCase("llama_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0),
     ModelCase("llama_tiny 4x64 chats", "llama", 4, 64, _TINY, error_of_eager=2.0, chats=(4, 60)),
     ModelCase("lora_tiny 2x64", "llama", 2, 64, _TINY, error_of_eager=2.0, lora_rank=4),
+    ModelCase("qwen3_5_tiny 2x64", "qwen3_5_text", 2, 64, _QWEN3_5_TINY, error_of_eager=2.0),
     ModelCase("gemma2_tiny 2x64", "gemma2", 2, 64, _TINY | {"query_pre_attn_scalar": 16}, "eager", error_of_eager=2.0),
 ]
 

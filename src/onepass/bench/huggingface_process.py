@@ -20,11 +20,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from onepass.bench.huggingface_cases import (
     COMPILED,
     EAGER,
     LIGER,
+    MINE,
     OURS,
     OURS_COMPILED,
     OURS_FP8,
@@ -69,7 +72,7 @@ def measured(case: ModelCase, contender: str, device: torch.device, steps: int, 
     first = next(batches)
     exact = exact_gradients(case, first)
     gc.collect()  # frees the fp32 model, which may have reference cycles, before peak memory is measured
-    model = new_model(case, device)
+    model = new_model(case, device, case.ours if contender in MINE else None)
     trainer = _Trainer(case, model, contender)
     result = ModelResult(contender)
     begun = time.perf_counter()
@@ -99,12 +102,12 @@ def _losses_again(case: ModelCase, device: torch.device, steps: int) -> list[flo
 # ---- model and data ----
 
 
-def new_model(case: ModelCase, device: torch.device) -> Any:
+def new_model(case: ModelCase, device: torch.device, attention: str | None = None) -> Any:
     config = imported("transformers", "AutoConfig").for_model(case.family, **case.sizes, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
         make = imported("transformers", "AutoModelForCausalLM").from_config
-        model = make(config, dtype=torch.bfloat16, attn_implementation=case.attention).train()
+        model = make(config, dtype=torch.bfloat16, attn_implementation=attention or case.attention).train()
         if case.four_bits:
             _in_four_bits(model, device)
         if case.lora_rank:
@@ -255,7 +258,7 @@ class _Trainer:
 
 def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     """Return eager's fp32 gradients from the same bf16 weights. To fit, take one sequence at a time and recompute layers."""
-    model = new_model(case, batch.device).float()
+    model = new_model(case, batch.device, "eager" if case.attention == "flex_attention" else None).float()
     for module in model.modules():
         if hasattr(module, "compute_dtype"):
             module.compute_dtype = torch.float32
@@ -263,8 +266,26 @@ def exact_gradients(case: ModelCase, batch: Tensor) -> dict[str, Tensor]:
     labels = ModelInputs(case, batch.device, packed=False).of(batch)["labels"]
     kept = (labels[:, 1:] != -100).sum(1)
     for sequence, of_sequence, share in zip(batch.split(1), labels.split(1), kept / kept.sum(), strict=True):
-        (model(input_ids=sequence, labels=of_sequence).loss * share).backward()  # padding after a chat is not seen by it
+        with without_packages(model):
+            (model(input_ids=sequence, labels=of_sequence).loss * share).backward()  # padding after a chat is not seen by it
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@contextmanager
+def without_packages(model: nn.Module) -> Iterator[None]:
+    """Let transformers' own functions run in place of those of packages that it finds, such as flash-linear-attention."""
+    with ExitStack() as stack:
+        for name in {type(module).__module__ for module in model.modules()}:
+            there = vars(sys.modules[name])
+            stock = {key: made.__wrapped__ for key, made in there.items() if _chooses(made)}
+            stack.enter_context(mock.patch.dict(there, stock))
+        yield
+
+
+def _chooses(made: object) -> bool:
+    """Whether this is a function that chose between its own code and a package's when transformers was imported."""
+    chosen_in = getattr(made, "__globals__", {}).get("__name__")
+    return chosen_in == "transformers.integrations.hub_kernels" and hasattr(made, "__wrapped__")
 
 
 def errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
