@@ -44,6 +44,7 @@ from onepass.integrations.huggingface.rotation import (
     find_rotation,
     globals_with,
     has_tables,
+    part_with_tables,
     tables_are_read,
     with_globals,
 )
@@ -211,7 +212,7 @@ class RotationMatch:
 def find_attention(module: nn.Module, readable: bool) -> AttentionMatch | None:
     """Return a match, or None. `readable`: whether the model's rotary tables are in a form that onepass can read."""
     linears = [name for name, child in module._modules.items() if is_linear(base_of(child))]
-    if "attention" not in type(module).__name__.lower() or own_forward(module):
+    if own_forward(module):
         return None
     if getattr(getattr(module, "config", None), "num_attention_heads", None) is None:
         return None
@@ -245,9 +246,15 @@ def _original(module: nn.Module, rotation: Rotation | None, interface: Interface
 def replace_attentions(
     model: nn.Module, patches: Patches, *, qkv: bool, rope: bool
 ) -> tuple[dict[nn.Module, AttentionMatch], list[AppliedRow]]:
-    rotates = {how for how in ROTATIONS if tables_are_read(model, how)} if rope else set()
+    of_parts: dict[nn.Module, set[Rotation]] = {}
     made, rows = {}, []
     for name, module in model.named_modules():
+        if "attention" not in type(module).__name__.lower():
+            continue
+        part = part_with_tables(model, name)
+        if part not in of_parts:
+            of_parts[part] = {how for how in ROTATIONS if tables_are_read(part, how)} if rope else set()
+        rotates = of_parts[part]
         with reads_of(module) as reads:
             match = find_attention(module, bool(rotates))
         if match is not None and match.rotation is not None and match.rotation not in rotates:
@@ -258,8 +265,7 @@ def replace_attentions(
                 match.whole = None
             _replace(match, patches, qkv)
             made[module] = match
-        if match is not None or "attention" in type(module).__name__.lower():
-            rows += _rows(model, name, module, made.get(module), qkv, rope, bool(rotates))
+        rows += _rows(part, name, module, made.get(module), qkv, rope, bool(rotates))
     return made, rows
 
 
@@ -275,10 +281,10 @@ def _replace(match: AttentionMatch, patches: Patches, qkv: bool) -> None:
 
 
 def _rows(
-    model: nn.Module, name: str, module: nn.Module, match: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool
+    part: nn.Module, name: str, module: nn.Module, match: AttentionMatch | None, qkv: bool, rope: bool, rotates: bool
 ) -> list[AppliedRow]:
     kind, rows = type(module).__name__, []
-    if rope and (rotates or (has_tables(model) and globals_with(ROTATION, type(module).forward))):
+    if rope and (rotates or (has_tables(part) and globals_with(ROTATION, type(module).forward))):
         why = "its rotation is none that onepass has" if rotates else "the model has no tables of positions that onepass can read"
         row = partial(AppliedRow, name, kind, "rope")
         if match is not None and match.rotation is not None and match.rotates:

@@ -132,6 +132,13 @@ def has_tables(model: nn.Module) -> bool:
     return bool(_makers(model))
 
 
+def part_with_tables(model: nn.Module, name: str) -> nn.Module:
+    """Return the smallest part around this module that computes tables, else the model: a tower for images has its own."""
+    parents = name.split(".")[:-1]
+    parts = (model.get_submodule(".".join(parents[:depth])) for depth in range(len(parents), 0, -1))
+    return next(filter(has_tables, parts), model)
+
+
 def _makers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
 
