@@ -13,7 +13,7 @@ from integrations.huggingface.families import assert_alike, batch, made, step  #
 from transformers import activations  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm  # noqa: E402
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5  # noqa: E402
 from transformers.utils.import_utils import is_kernels_available  # noqa: E402
 
 import onepass  # noqa: E402
@@ -34,6 +34,21 @@ class Rotation(nn.Module):
 
     def forward(self, *args, **options):
         return apply_rotary_pos_emb(*args, **options)
+
+
+class AsModule(nn.Module):
+    """A function as `kernels` makes a module of it."""
+
+    def forward(self, *args, **options):
+        return self.function(*args, **options)
+
+
+class Convolution(AsModule):
+    function = staticmethod(qwen3_5.causal_conv1d_fn)
+
+
+class DeltaRule(AsModule):
+    function = staticmethod(qwen3_5.torch_chunk_gated_delta_rule)
 
 
 def replaced(module, name):
@@ -59,7 +74,8 @@ def norm(kind):
 
 
 LAYERS = {
-    "RMSNorm": norm(LlamaRMSNorm), "RMSNorm of another family": norm(Olmo2RMSNorm), "RMSNormZeroCentered": norm(Qwen3_5RMSNorm),
+    "RMSNorm": norm(LlamaRMSNorm), "RMSNorm of another family": norm(Olmo2RMSNorm),
+    "RMSNormZeroCentered": norm(qwen3_5.Qwen3_5RMSNorm),
     "NewGELU": activations.NewGELUActivation(), "FastGELU": activations.FastGELUActivation(),
     "QuickGELU": activations.QuickGELUActivation(),
 }  # fmt: skip
@@ -69,6 +85,33 @@ LAYERS = {
 def test_a_layer_is_the_one_that_it_is_for(name):
     stock, x = LAYERS[name], torch.randn(2, 5, 16)
     torch.testing.assert_close(found(replaced(stock, name.partition(" ")[0]), [x]), found(stock, [x]), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("activation", ("silu", "sigmoid"))
+def test_a_gated_norm(activation):
+    stock, tensors = norm(qwen3_5.Qwen3_5RMSNormGated), [torch.randn(3, 16), torch.randn(3, 16)]
+    stock.activation = activation
+    torch.testing.assert_close(found(replaced(stock, "RMSNormGated"), tensors), found(stock, tensors), rtol=2e-6, atol=2e-6)
+
+
+def test_functions_of_hybrids(monkeypatch):
+    x, weight = torch.randn(2, 6, 9), torch.randn(6, 4)
+    q, k, v, beta = torch.randn(2, 70, 1, 4), torch.randn(2, 70, 1, 4), torch.randn(2, 70, 2, 3), torch.rand(2, 70, 2)
+    rule = {"use_qk_l2norm_in_kernel": True, "g": -torch.rand(2, 70, 2)}
+    calls = {
+        "causal_conv1d_fn": (Convolution, (x, weight), {"activation": "silu"}),
+        "chunk_gated_delta_rule": (DeltaRule, (q, k, v), rule | {"beta": beta}),
+    }
+    for name, (kind, tensors, options) in calls.items():
+        expected = found(kind(), tensors, **options) if name == "causal_conv1d_fn" else kind()(*tensors, **options)
+        monkeypatch.setattr(kind, "function", None)  # it is onepass that runs
+        other = replaced(kind(), name)
+        y = found(other, tensors, **options) if name == "causal_conv1d_fn" else other(*tensors, **options)
+        torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
+    row, boundaries = x[:1], torch.tensor([0, 4, 9])
+    apart = [found(replaced(Convolution(), "causal_conv1d_fn"), [part, weight])[0][0] for part in row.split([4, 5], -1)]
+    together = replaced(Convolution(), "causal_conv1d_fn")(row, weight, cu_seq_lens_q=boundaries)
+    torch.testing.assert_close(together, torch.cat(apart, -1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("heads", (1, 2))
@@ -107,7 +150,8 @@ def test_the_mapping_is_for_every_device_that_onepass_runs_on():
 
 MAPPED = {
     "Llama": {"RMSNorm": 5, "rotary_pos_emb": 2}, "Qwen3": {"RMSNorm": 9, "rotary_pos_emb": 2}, "Olmo2": {"RMSNorm": 9},
-    "GPT2": {"NewGELU": 2}, "GptOss": {"RMSNorm": 5},
+    "GPT2": {"NewGELU": 2}, "GptOss": {"RMSNorm": 5}, "Lfm2": {"RMSNorm": 7, "rotary_pos_emb": 1, "causal_conv1d_fn": 1},
+    "Qwen3_5Text": {"RMSNormZeroCentered": 7, "causal_conv1d_fn": 1, "chunk_gated_delta_rule": 1},
 }  # fmt: skip
 
 
@@ -135,7 +179,7 @@ def test_a_model(family, calls):
     before, (expected, _) = step(copy.deepcopy(model), **batch()), step(model, **batch())
     model.set_use_kernels(True, huggingface.OnepassKernels())
     assert_alike(step(model, **batch()), before)
-    ops = MAPPED[family].get("RMSNorm", 0) + MAPPED[family].get("NewGELU", 0)
+    ops = sum(MAPPED[family].get(name, 0) for name in ("RMSNorm", "RMSNormZeroCentered", "NewGELU"))
     assert len(calls) == ops
     for name, layers in MAPPED[family].items():
         assert f"  {name}: onepass.integrations.huggingface.local_kernels." in str(model.kernel_config)

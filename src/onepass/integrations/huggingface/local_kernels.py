@@ -15,17 +15,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers import KernelConfig
 
+from onepass.integrations.huggingface.convolutions import convolution_of
+from onepass.integrations.huggingface.delta_rules import delta_rule_of
 from onepass.integrations.huggingface.rotation import HALVES, tables_are_read
 from onepass.ops.activation.bias_activation import bias_activation
+from onepass.ops.norm.gated_norm import gated_rms_norm
 from onepass.ops.norm.norm import rms_norm
 
 _ROTATION = "rotary_pos_emb"
 _DEVICES = ("cuda", "cpu")
+_rotate = HALVES.function  # looked up here, as a compiler warns of caches
 
 
 # `kernels` binds these forwards to modules of other classes. It wants no constructor and no other members here.
@@ -57,7 +62,40 @@ class OnepassRotaryPosEmb(_Layer):
         if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or unsqueeze_dim not in (1, 2):
             stock: tuple[Tensor, Tensor] = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
             return stock
-        return HALVES.function(q, k, cos, sin, unsqueeze_dim)
+        return _rotate(q, k, cos, sin, unsqueeze_dim)
+
+
+class OnepassRMSNormGated(_Layer):
+    weight: Tensor
+    variance_epsilon: float
+    activation: Literal["silu", "sigmoid"]
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(hidden_states, gate, self.weight, eps=self.variance_epsilon, activation=self.activation)
+
+
+class OnepassCausalConv1d(_Layer):
+    def forward(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+    ) -> Tensor:
+        """What onepass's convolution doesn't know is left to the model's function."""
+        made: Tensor = convolution_of(partial(type(self).forward, self))(hidden_states, weight, bias, activation, **others)
+        return made
+
+
+class OnepassGatedDeltaRule(_Layer):
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """What onepass's rule doesn't know is left to the model's function. Kernels have chunks of their own sizes."""
+        others |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        stock = partial(type(self).forward, self, chunk_size=chunk_size)
+        made: tuple[Tensor, Tensor | None] = delta_rule_of(stock)(
+            query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **others
+        )
+        return made
 
 
 class OnepassTanhGELU(_Layer):
@@ -71,7 +109,8 @@ class OnepassQuickGELU(_Layer):
 
 
 _LAYERS: dict[str, type[nn.Module]] = {  # transformers' names. SiLU, GeLU and GeluTanh are one kernel of PyTorch's already
-    "RMSNorm": OnepassRMSNorm, "RMSNormZeroCentered": OnepassRMSNormZeroCentered, _ROTATION: OnepassRotaryPosEmb,
+    "RMSNorm": OnepassRMSNorm, "RMSNormZeroCentered": OnepassRMSNormZeroCentered, "RMSNormGated": OnepassRMSNormGated,
+    _ROTATION: OnepassRotaryPosEmb, "causal_conv1d_fn": OnepassCausalConv1d, "chunk_gated_delta_rule": OnepassGatedDeltaRule,
     "NewGELU": OnepassTanhGELU, "FastGELU": OnepassTanhGELU, "QuickGELU": OnepassQuickGELU,
 }  # fmt: skip
 
