@@ -670,6 +670,11 @@ OPS_ROWS = [
         "the delta rule by FlashQLA's or FLA's kernels, or a formula; documents, states, compiled, on DTensors",
         "gated_delta_rule",
     ),
+    (
+        "[`mamba_chunk_scan`](docs/guide.md#mamba-2s-scan)",
+        "the scan of Mamba 2 by mamba-ssm's or FLA's kernels, or a formula; documents, states, compiled, on DTensors",
+        "mamba_chunk_scan",
+    ),
     ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
     (
         "[`linear`](docs/guide.md#linear-layers)",

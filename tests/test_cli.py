@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ops.calls import DELEGATED
 
 from onepass import cli
 from onepass.runtime import backend
@@ -144,6 +145,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "linear_cross_entropy": "--shape 8192,4096 --weight 128256,4096 --labels 8192",
         "linear_divergence": "--shape 32,16 --student-weight 100,16 --teacher 32,8 --teacher-weight 100,8 --labels --kind jsd",
         "lora_linear": "--shape 16,32 --weight 8,32 --lora-a 4,32 --lora-b 8,4",
+        "mamba_chunk_scan": "--shape 1,64,4,64 --dt 1,64,4 --A 4 --B 1,64,2,16 --C 1,64,2,16 --D --dt-bias --dt-softplus",
         "norm_linear": "--shape 16,32 --norm-weight 32 --weight 8,32",
         "rms_norm": "--shape 16,32 --weight --residual",
         "rope": "--shape 1,16,2,64 --k 1,16,2,64 --cos 16,32 --sin 16,32",
@@ -159,8 +161,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for op in calls:
-        delegated = op == "gated_delta_rule"  # to wheels that are not installed
-        assert f"{op}: {'torch (auto, because ' if delegated else 'triton (chosen by auto)'}" in done.stdout
+        assert f"{op}: {'torch (auto, because ' if op in DELEGATED else 'triton (chosen by auto)'}" in done.stdout
 
 
 @pytest.mark.parametrize(

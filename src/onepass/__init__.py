@@ -34,6 +34,7 @@ from onepass.ops.norm.norm import layer_norm, rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
 from onepass.ops.routing.route import route
 from onepass.ops.routing.routing import Routing
+from onepass.ops.scan.mamba_chunk_scan import mamba_chunk_scan
 from onepass.ops.softmax.softmax import softmax
 from onepass.product import lora_product as _lora_product  # noqa: F401  # enters products with adapters
 from onepass.product.fp8 import layer as _layer  # noqa: F401  # enters products in eight bits
@@ -98,6 +99,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "lora_linear",
+    "mamba_chunk_scan",
     "nn",
     "norm_linear",
     "parallel",

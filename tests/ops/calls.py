@@ -10,6 +10,7 @@ import onepass
 from onepass.kernels.language import triton
 from onepass.testing.poison import unchanged
 
+DELEGATED = "gated_delta_rule", "mamba_chunk_scan"  # to kernels of wheels, on a GPU; tests/ops/test_*_wheels.py have stand-ins
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
 

@@ -10,6 +10,7 @@ import onepass.ops.delta.gated_delta_rule as module
 
 pytest.importorskip("triton")
 from onepass.ops.delta import by_wheels, chunks
+from onepass.runtime import chunks as runtime_chunks
 
 CASES = small_cases()
 
@@ -27,13 +28,13 @@ def judge(module, case):
 
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the place of a case that catches it
     # ---- the formula ----
-    "slots: one chunk too few for a document": (chunks, "slots_of", "+ CHUNK - 1)", ")", 5),
-    "slots: a document begins where the last chunk ends": (chunks, "slots_of", "(after - counts)[document]", "after[document]", 5),
-    "slots: tokens past the document": (chunks, "slots_of", "places < ends[document]", "places <= ends[document]", 5),
-    "slots: tokens of their sequence": (chunks, "slots_of", " - begins[own]", "", 5),
-    "slots: an empty document has the chunk before it": (chunks, "slots_of", "counts == 0)", "counts < 0)", 6),
-    "slots: the last chunk is the next document's": (chunks, "slots_of", "(after - 1)", "after", 6),
-    "slots: no chunk is the first": (chunks, "slots_of", "within == 0", "within < 0", 5),
+    "slots: one chunk too few for a document": (runtime_chunks, "slots_of", "+ CHUNK - 1)", ")", 5),
+    "slots: a document begins where the last chunk ends": (runtime_chunks, "slots_of", "(after - counts)[document]", "after[document]", 5),
+    "slots: tokens past the document": (runtime_chunks, "slots_of", "places < ends[document]", "places <= ends[document]", 5),
+    "slots: tokens of their sequence": (runtime_chunks, "slots_of", " - begins[own]", "", 5),
+    "slots: an empty document has the chunk before it": (runtime_chunks, "slots_of", "counts == 0)", "counts < 0)", 6),
+    "slots: the last chunk is the next document's": (runtime_chunks, "slots_of", "(after - 1)", "after", 6),
+    "slots: no chunk is the first": (runtime_chunks, "slots_of", "within == 0", "within < 0", 5),
     "documents share a state": (chunks, "delta_rule_as_cast", "if slots is not None:\n            own", "if False:\n            own", 6),
     "the state of the first document for all": (chunks, "delta_rule_as_cast", "slots.document[n : n + 1]", "slots.document[:1]", 6),
     "a token sees the next": (chunks, "delta_rule_as_cast", ".tril()", ".tril(1)", 0),
@@ -49,7 +50,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "the state does not decay": (chunks, "delta_rule_as_cast", "kept[:, :, n] * S_now", "S_now", 1),
     "deltas are not corrected": (chunks, "delta_rule_as_cast", "writes[:, :, n] - reads[:, :, n] @ S_now", "writes[:, :, n]", 1),
     "sums in fp32": (chunks, "delta_rule_as_cast", "g.double()", "g", 9),
-    "heads of keys in turn": (chunks, "_in_chunks", "repeat_interleave(heads // t.shape[1], 1)", "repeat(1, heads // t.shape[1], 1, 1, 1)", 0),
+    "heads of keys in turn": (runtime_chunks, "in_chunks", "repeat_interleave(heads // t.shape[1], 1)", "repeat(1, heads // t.shape[1], 1, 1, 1)", 0),
     "the scale is none": (module, "_scale", "k.shape[-1] ** -0.5", "1.0", 0),
     # ---- by wheels ----
     "wheels: g's sums are g": (by_wheels, "wheel_forward", "sums, system\n", "g, system\n", 0),

@@ -11,8 +11,10 @@ from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 import onepass.ops.delta.gated_delta_rule as module
+from onepass.kernels import fla
 from onepass.ops.delta import by_wheels
 from onepass.ops.delta.by_wheels import DeltaInputs
+from onepass.runtime.wheels import find_wheel
 from onepass.testing.contract import CHECKS, subjects
 
 pytestmark = [needs_triton, pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the wheels themselves")]
@@ -110,7 +112,8 @@ def installed(monkeypatch):
     [("3.3.1", False), ("3.4.0", True), ("3.6.0", True), ("3.7.0", True), ("3.7.1", False), ("3.10.0+git", False)],
 )
 def test_fla_is_refused_where_its_gradients_are_wrong(monkeypatch, installed, version, wrong):
-    monkeypatch.setattr(by_wheels, "triton", SimpleNamespace(__version__=version))
+    for module_of_triton in (by_wheels, fla):
+        monkeypatch.setattr(module_of_triton, "triton", SimpleNamespace(__version__=version))
     reason = by_wheels.fla_refuses(inputs(), True)
     assert (reason is not None) is wrong
     assert not wrong or (version in reason and "Hopper" in reason and "3.7.1" in reason and "flash-qla" in reason)
@@ -120,7 +123,7 @@ def test_fla_is_refused_where_its_gradients_are_wrong(monkeypatch, installed, ve
 
 
 def test_what_each_refuses(monkeypatch, installed):
-    monkeypatch.setattr(by_wheels, "triton", SimpleNamespace(__version__="3.7.1"))
+    monkeypatch.setattr(fla, "triton", SimpleNamespace(__version__="3.7.1"))
     for refuses in by_wheels.REFUSALS.values():
         assert refuses(inputs(), True) is None
         assert "q is on cpu" in refuses(inputs("cpu"), True)
@@ -131,5 +134,5 @@ def test_what_each_refuses(monkeypatch, installed):
     monkeypatch.setattr(by_wheels, "compute_capability", lambda device: (8, 0))
     assert "9.0, 10.0 or 10.3, and this one is 8.0" in by_wheels.qla_refuses(inputs(), True)
     monkeypatch.setattr(by_wheels, "fla_functions", lambda: "FLA is not installed (pip install flash-linear-attention)")
-    name, reason = by_wheels.find_wheel(inputs(), True)
+    name, reason = find_wheel(by_wheels.REFUSALS, inputs(), True)
     assert not name and "FlashQLA's gradients need" in reason and "FLA is not installed" in reason

@@ -161,7 +161,7 @@ KERNEL_MUTANTS |= {
     "a mask of the first block": (row_kernels, "_statistics_kernel", "BITS_ROW, FIRST + columns", "BITS_ROW, columns", MASKED),
     "gradients outside of the kernel's mask": (row_kernels, "_gradient_kernel", "BITS_ROW, FIRST + columns", "BITS_ROW, columns", MASKED),
     "the kernel reduces by other weights": (autograd, "_LinearCrossEntropy.forward", "rows.mean_scale, of_mean", "rows.mean_scale", replace(CLASSES, smoothing=0.2, lead=(6,))),
-    "the first block's probabilities": (row_functions, "target_mass", "first + columns", "columns", MIXED),
+    "the first block's probabilities": (row_functions, "target_mass", "targets_ptr + first", "targets_ptr", MIXED),
     "the first row's mask": (row_kernels, "_allowed", "row * BITS_ROW", "0", MASKED),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from ops.calls import needs_triton
+from ops.calls import DELEGATED, needs_triton
 
 from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, random_tensors
@@ -27,7 +27,7 @@ PLAIN = {
     f"bias_activation: {activation}": Sample(partial(random_tensors, ((5, 70), (70,))), None, {"activation": activation})
     for activation in ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu")
 }
-OTHERS = ("attention", "linear", "gated_delta_rule")  # whose kernels are PyTorch's or wheels'
+OTHERS = ("attention", "linear", *DELEGATED)  # whose kernels are PyTorch's or wheels'
 NAMES = [name for name in subjects("torch", DEVICE) if name.partition(":")[0] not in OTHERS]
 
 

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from ops.calls import DELEGATED
 from parallel.meeting import error_of, gather
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -83,7 +84,7 @@ def attempts(name, by):
     device = torch.get_default_device()
     torch.set_default_device(None)  # the compiler breaks graphs where there is one
     try:
-        by_kernels = by == "triton" and not name.startswith("gated_delta_rule")  # whose kernels are those of wheels, on a GPU
+        by_kernels = by == "triton" and not name.startswith(DELEGATED)
         subject = subjects("triton" if by_kernels else "torch", device)[name]
         one = subject.names()[: 1 + (by == "compiled")][-1], Shard(0)
         ways = ways_of(subject) if by == "torch" else [one]
@@ -164,6 +165,11 @@ def test_results_and_gradients_are_those_of_plain_tensors(group, op, by):
         ("gated_delta_rule", "q", "S(1)", ["R"]),
         ("gated_delta_rule", "g", "S(2)", ["S(2)"]),
         ("gated_delta_rule: documents", "g", "S(2)", ["R", "R"]),
+        ("mamba_chunk_scan", "x", "S(0)", ["S(0)"]),
+        ("mamba_chunk_scan", "dt", "S(1)", ["R"]),
+        ("mamba_chunk_scan", "B", "S(2)", ["S(2)"]),
+        ("mamba_chunk_scan", "A", "S(0)", ["S(2)"]),
+        ("mamba_chunk_scan: documents", "D", "S(0)", ["R", "R"]),
         ("linear", "weight", "S(0)", ["S(2)"]),
         ("linear", "weight", "S(1)", [SUM]),
         ("linear", "x", "S(0)", ["S(0)"]),

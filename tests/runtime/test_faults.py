@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.calls import DELEGATED
 
 from onepass import use_backend
 from onepass.gradients.adamw import AdamW
@@ -32,7 +33,6 @@ SHARES_A_GRADIENT = ("dropout_add", "dropout_add: bias", "layer_norm: residual",
 
 # In the interpreter, one sample of each op by its kernels.
 CALLS = [(sample, "torch") for sample in SAMPLES]
-DELEGATED = "gated_delta_rule"  # to kernels of wheels, which tests/ops/test_gated_delta_rule_wheels.py runs on stand-ins
 BY_KERNELS = [] if triton is None else [sample for sample in SAMPLES if not sample.startswith(DELEGATED)]
 CALLS += [(sample, "triton") for sample in BY_KERNELS if not (INTERPRETED and ":" in sample)]
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from ops.calls import DELEGATED
 
 from onepass.cli import main
 from onepass.gradients import deferred
@@ -24,7 +25,7 @@ from onepass.testing.mutants import mutate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # less than 20 s of CPU in all
-CASES = dict.fromkeys(OPS, 40) | {"norm_linear": 25, "linear_cross_entropy": 15, "gated_delta_rule": 8}
+CASES = dict.fromkeys(OPS, 40) | {"norm_linear": 25, "linear_cross_entropy": 15, **dict.fromkeys(DELEGATED, 8)}
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
@@ -32,8 +33,7 @@ def test_random_cases_are_within_the_budget(op):
     tally = fuzz.fuzz(OPS[op], CASES[op], device=DEVICE)
     assert not tally.failed, "\n".join(f"{f.line}: {f.what}: {f.failures}" for f in tally.failed)
     assert tally.ran["torch"] == CASES[op]
-    delegated = op == "gated_delta_rule"  # to kernels of wheels, on a GPU
-    assert triton is None or delegated or tally.ran["triton"] > CASES[op] // 2
+    assert triton is None or op in DELEGATED or tally.ran["triton"] > CASES[op] // 2
 
 
 SHORT, SOFTMAX = (norm_forward, "short_rows"), (softmax_kernels, "_softmax_rows")

@@ -72,6 +72,13 @@ def are_right(cu_seqlens: Tensor, T: int) -> Tensor:
     return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
 
 
+def readable_boundaries(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """Return the boundaries, or one document's where they are wrong, by which a kernel would read elsewhere; and whether not."""
+    right = are_right(cu_seqlens, T)
+    one = torch.arange(cu_seqlens.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device).clamp_(max=1) * T
+    return torch.where(right, cu_seqlens, one), right
+
+
 def tables_of_documents(cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, T: int) -> tuple[Tensor, Tensor]:
     """Return tables of `[longest, R/2]` looked up by position within the document, as `[1, T, R/2]`; others as they are.
 

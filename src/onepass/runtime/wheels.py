@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Wheel(NamedTuple):
@@ -38,3 +40,20 @@ def find_functions(wheel: Wheel) -> tuple[Any, ...] | str:
         if missing:
             return f"{wheel.module}.{name} of {wheel.title} {version} lacks {', '.join(sorted(missing))}"
     return tuple(getattr(module, name) for name in wheel.parameters)
+
+
+def find_wheel(refusals: Mapping[str, Callable[..., str | None]], *given: Any) -> tuple[str, str | None]:
+    """Return the first wheel that doesn't refuse what is given, or "" and why all do."""
+    reasons = []
+    for name, refuses in refusals.items():
+        reason = refuses(*given)
+        if reason is None:
+            return name, None
+        reasons.append(reason)
+    return "", "; ".join(dict.fromkeys(reasons))
+
+
+def constant(function: _Function) -> _Function:
+    """Do what torch.compiler.assume_constant_result does, which imports the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

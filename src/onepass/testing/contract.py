@@ -367,10 +367,11 @@ def _like(t: Tensor, given: Tensor) -> Tensor:
 
 
 def _with_rows(count: int, rows: int, name: str, t: Tensor) -> Tensor:
-    """The tensor with so many entries along the dimensions that have `rows`. Boundaries of documents fall to that."""
+    """The tensor with so many entries along the dimensions that have `rows`. Boundaries of as many tokens fall to that."""
     for dim, size in enumerate(t.shape):
         t = t.narrow(dim, 0, count) if size == rows else t
-    return t.clamp(max=count) if name in ("cu_seqlens", "ends") else t
+    falls = name == "ends" or (name == "cu_seqlens" and t.max() == rows)
+    return t.clamp(max=count) if falls else t
 
 
 # ---- autocast, checkpointing, compilation ----

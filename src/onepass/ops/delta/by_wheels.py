@@ -10,7 +10,6 @@ A wheel that is known to compute wrong gradients with the Triton in use is refus
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.kernels.fla import has_wrong_triton
 from onepass.kernels.language import triton
-from onepass.runtime.documents import are_right
+from onepass.runtime.documents import readable_boundaries
 from onepass.runtime.errors import version_of
 from onepass.runtime.sizes import compute_capability
-from onepass.runtime.wheels import Wheel, find_functions
+from onepass.runtime.wheels import Wheel, constant, find_functions
 
 _ROWS = {"q", "k", "v", "g", "beta", "scale", "initial_state", "cu_seqlens"}
 _FLA = Wheel(
@@ -47,7 +47,6 @@ CHUNK = 64  # tokens of both wheels' chunks
 _WIDEST_KEYS = 256  # FLA's
 _QLA_HEADS = 128
 _QLA_GPUS = ((9, 0), (10, 0), (10, 3))
-_WRONG_TRITON = (3, 4, 0), (3, 7, 1)  # from the first on, before the second: FLA's gradients on Hopper (its issue 640)
 
 
 class DeltaOptions(NamedTuple):
@@ -98,26 +97,16 @@ def qla_functions() -> tuple[Any, ...] | str:
     return find_functions(_QLA)
 
 
+@constant
 def _why_no_fla() -> str | None:
     functions = fla_functions()
     return functions if isinstance(functions, str) else None
 
 
+@constant
 def _why_no_qla() -> str | None:
     functions = qla_functions()
     return functions if isinstance(functions, str) else None
-
-
-def _has_wrong_triton() -> bool:
-    first, fixed = _WRONG_TRITON
-    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
-    return first <= version < fixed
-
-
-# what torch.compiler.assume_constant_result does, which imports the compiler
-_constant: Any
-for _constant in (_why_no_fla, _why_no_qla, _has_wrong_triton):
-    _constant._dynamo_marked_constant = True
 
 
 def _refused_by_both(inputs: DeltaInputs) -> str | None:
@@ -138,7 +127,7 @@ def fla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
         return refused
     if inputs.k.shape[-1] > _WIDEST_KEYS:
         return f"heads of keys of {inputs.k.shape[-1]} are wider than FLA's {_WIDEST_KEYS}"
-    if grads and compute_capability(inputs.q.device)[0] == 9 and _has_wrong_triton():
+    if grads and compute_capability(inputs.q.device)[0] == 9 and has_wrong_triton():
         return (
             f"FLA's gradients are wrong with Triton {triton.__version__} on Hopper: install Triton 3.7.1 or newer, or flash-qla"
         )
@@ -163,17 +152,6 @@ def qla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
 REFUSALS: dict[str, Callable[[DeltaInputs, bool], str | None]] = {"flash_qla": qla_refuses, "fla": fla_refuses}
 
 
-def find_wheel(inputs: DeltaInputs, grads: bool, *names: str) -> tuple[str, str | None]:
-    """Return the first wheel, or of these, that takes a call, or "" and why none does."""
-    reasons = []
-    for name in names or REFUSALS:
-        reason = REFUSALS[name](inputs, grads)
-        if reason is None:
-            return name, None
-        reasons.append(reason)
-    return "", "; ".join(dict.fromkeys(reasons))
-
-
 def wheel_title(name: str) -> str:
     """Return the wheel's name and version, as messages have them."""
     wheel = _QLA if name == "flash_qla" else _FLA
@@ -189,7 +167,7 @@ def wheel_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, T
     assert q is not None and g is not None
     g, boundaries = g.float(), None
     if inputs.cu_seqlens is not None:
-        boundaries, right = _checked(inputs.cu_seqlens, q.shape[1])
+        boundaries, right = readable_boundaries(inputs.cu_seqlens, q.shape[1])
         g = g + torch.where(right, 0.0, torch.nan)
     given: dict[str, Any] = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": options.scale,
@@ -207,7 +185,7 @@ def wheel_backward(kept: DeltaKept, options: DeltaOptions, need_dstate: bool) ->
     """Return the gradients of q, k, v, g, beta and the initial states."""
     dy, dfinal, q, k, v, sums, beta, system, state = (None if t is None else t.contiguous() for t in kept[:9])
     assert q is not None and k is not None and v is not None and sums is not None and beta is not None
-    boundaries = None if kept.cu_seqlens is None else _checked(kept.cu_seqlens, q.shape[1])[0]
+    boundaries = None if kept.cu_seqlens is None else readable_boundaries(kept.cu_seqlens, q.shape[1])[0]
     given: dict[str, Any] = {
         "q": q, "k": k, "v": v, "g": sums, "beta": beta, "A": system, "scale": options.scale,
         "initial_state": None if state is None else state.float(), "do": dy, "dht": dfinal, "cu_seqlens": boundaries,
@@ -219,13 +197,6 @@ def wheel_backward(kept: DeltaKept, options: DeltaOptions, need_dstate: bool) ->
             dq, dk, dv, dbeta, dg, dstate = _functions("flash_qla")[1](**given, auto_cp=False)
     dstate = dstate.to(state.dtype) if need_dstate and state is not None else None
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.float(), dbeta.to(beta.dtype), dstate
-
-
-def _checked(cu_seqlens: Tensor, S: int) -> tuple[Tensor, Tensor]:
-    """Return the boundaries, or one document's where they are wrong, by which a kernel would read elsewhere; and whether not."""
-    right = are_right(cu_seqlens, S)
-    one = torch.arange(cu_seqlens.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device).clamp_(max=1) * S
-    return torch.where(right, cu_seqlens, one), right
 
 
 def _functions(name: str) -> tuple[Any, ...]:

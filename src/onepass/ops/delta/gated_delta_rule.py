@@ -29,6 +29,7 @@ from onepass.runtime.documents import check_documents
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, Reason, Registered, define_op
 from onepass.runtime.sharding import WHOLE, Layout, Split, all_as, first_split, has_dtensor, run_on_shards, split_output
+from onepass.runtime.wheels import find_wheel
 
 _Result = Tensor | tuple[Tensor, Tensor]
 
@@ -119,17 +120,20 @@ def _inputs(given: Mapping[str, Any]) -> DeltaInputs:
     return DeltaInputs(*(given[name] for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")))
 
 
-def find_wheel(inputs: DeltaInputs, *names: str) -> tuple[str, Reason]:
+def choose_wheel(inputs: DeltaInputs, *names: str) -> tuple[str, Reason]:
     """Return the first wheel, or of these, that takes a call, or "" and why none does."""
     refused = kernels_unsupported("q", inputs.q)
-    return ("", refused) if refused is not None else by_wheels.find_wheel(inputs, needs_grad(*inputs[:6]), *names)
+    if refused is not None:
+        return "", refused
+    refusals = {name: by_wheels.REFUSALS[name] for name in names or by_wheels.REFUSALS}
+    return find_wheel(refusals, inputs, needs_grad(*inputs[:6]))
 
 
 def variant(call: Call) -> str:
     """Which wheel a call runs."""
     if not call.v.numel():
         return "the PyTorch formula, as there is nothing to do"
-    name, _ = find_wheel(_inputs(vars(call)))
+    name, _ = choose_wheel(_inputs(vars(call)))
     waits = "" if call.cu_seqlens is None else "; its host reads the documents' boundaries"
     return f"{by_wheels.wheel_title(name)}'s kernels, in chunks of {by_wheels.CHUNK} tokens{waits}"
 
@@ -220,7 +224,7 @@ def gated_delta_rule(
     check_delta_rule(given)
     inputs, wheel, refused = _inputs(given), "", None
     if (backend or current_backend()) != "torch":  # which need not import a wheel
-        wheel, refused = find_wheel(inputs)
+        wheel, refused = choose_wheel(inputs)
     chosen = choose("gated_delta_rule", backend, refused)
     if chosen not in NATIVE:
         return run_other("gated_delta_rule", chosen, **given)  # type: ignore[no-any-return]
@@ -268,7 +272,7 @@ def _by_formula(inputs: DeltaInputs, scale: float, final: bool) -> _Result:
 define_op(
     gated_delta_rule,
     check=lambda call: check_delta_rule(vars(call)),
-    unsupported=lambda call: find_wheel(_inputs(vars(call)))[1],
+    unsupported=lambda call: choose_wheel(_inputs(vars(call)))[1],
     variant=variant,
     sharding=shard_delta_rule,
     formula=lambda call: "the PyTorch formula, in chunks of 64 tokens; keeps its arguments",
@@ -284,7 +288,7 @@ def _run(name: str, *args: Any, **given: Any) -> _Result:
 
 
 def _refuses(name: str, *args: Any, **given: Any) -> Reason:
-    return find_wheel(_inputs(vars(find_op(gated_delta_rule).call(*args, **given))), name)[1]
+    return choose_wheel(_inputs(vars(find_op(gated_delta_rule).call(*args, **given))), name)[1]
 
 
 for _name in by_wheels.REFUSALS:

@@ -55,13 +55,12 @@ def label_of(labels_ptr, rows, there, ignore, begin, V):
 
 @device_function
 def target_mass(
-    targets_ptr, weights_ptr, row, first, columns, begin, label, there, smoothing, V,
-    TARGETS_ROW: tl.constexpr, CLASSES: tl.constexpr,
+    targets_ptr, weights_ptr, first, columns, begin, label, there, smoothing, V, CLASSES: tl.constexpr
 ):  # fmt: skip
-    """A row's masses in these columns, 0 where none are `there`: see ops/loss/targets.py. A row of `targets_ptr` begins at this
-    rank's first column, of `weights_ptr`, which has CLASSES, at the vocabulary's."""
+    """A row's masses in these columns, 0 where none are `there`: see ops/loss/targets.py. `first` is where its columns begin in
+    `targets_ptr`, and `begin` where they do in `weights_ptr`, which has CLASSES."""
     if targets_ptr is not None:
-        q = tl.load(targets_ptr + row * TARGETS_ROW + first + columns, mask=there, other=0.0).to(tl.float32)
+        q = tl.load(targets_ptr + first + columns, mask=there, other=0.0).to(tl.float32)
     else:
         q = tl.where(columns == label, 1.0, 0.0)
     mass = q * (1.0 - smoothing) + smoothing / V

@@ -141,7 +141,7 @@ def _statistics_kernel(
     store_statistics(part_ptr, far, there, sums, target, LOGITS, ENTROPY, FIRSTS, SQUARES)
     if PLANES > 7:
         mass = target_mass(
-            targets_ptr, weights_ptr, row, FIRST, columns, begin, label, within, smoothing, V, TARGETS_ROW, CLASSES
+            targets_ptr, weights_ptr, row * TARGETS_ROW + FIRST, columns, begin, label, within, smoothing, V, CLASSES
         )
         tl.store(part_ptr + 7 * far, tl.sum(tl.where(within, mass * z, 0.0), 0), mask=there)
         tl.store(part_ptr + 8 * far, tl.sum(mass, 0), mask=there)
@@ -288,7 +288,7 @@ def _gradient_kernel(
     z = finished_logit(x, scale, cap)
     if mass_ptr is not None:
         s = -g * target_mass(
-            targets_ptr, weights_ptr, row, FIRST, columns, begin, label, within, smoothing, V, TARGETS_ROW, CLASSES
+            targets_ptr, weights_ptr, row * TARGETS_ROW + FIRST, columns, begin, label, within, smoothing, V, CLASSES
         )
     else:
         s = -g * smoothing / V
