@@ -141,6 +141,7 @@ def reference_line(rows):
 
 SHAPES = {  # of other ops: tokens x in x out
     "attention": "sequences x tokens x heads x groups x width",
+    "latent_attention": "sequences x tokens x heads x nope x rope x V",
     "linear_cross_entropy": "tokens x hidden x vocabulary",
     "linear_divergence": "tokens x student's hidden x teacher's hidden x vocabulary",
 }
@@ -710,6 +711,11 @@ OPS_ROWS = [
         "[`attention`](docs/guide.md#attention)",
         "rotary positions and causal attention of a fused projection; deterministic by default",
         "attention",
+    ),
+    (
+        "[`latent_attention`](docs/guide.md#latent-attention)",
+        "DeepSeek's attention from its up-projections on; documents; deterministic by default",
+        "latent_attention",
     ),
     ("[`rope`](docs/guide.md#rotary-positions)", "rotary positions of q and k in one launch; saves only the tables", "rope"),
     (

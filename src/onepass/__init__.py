@@ -15,6 +15,7 @@ from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import register_activation
 from onepass.ops.activation.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
 from onepass.ops.attention.attention import attention
+from onepass.ops.attention.latent_attention import latent_attention
 from onepass.ops.attention.rope import rope
 from onepass.ops.convolution.causal_conv1d import causal_conv1d
 from onepass.ops.delta.delta_gates import delta_gates
@@ -94,6 +95,7 @@ __all__ = [
     "graphed",
     "graphed_step",
     "kept_rows",
+    "latent_attention",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

@@ -17,6 +17,7 @@ from onepass.ops.activation import fp8 as real
 from onepass.ops.activation import fp8_kernels
 from onepass.ops.activation import kernels as activation_kernels
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.fp8_kernels import ActivationNeeds
 from onepass.runtime import fp8
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
 from onepass.testing.poison import poisoned, unchanged
@@ -169,7 +170,7 @@ def backward_right(case, module=real, use_triton=True):
     with poisoned(), unchanged(x=x, bias=bias, weight=weight, dy=dy):
         ours = module.activation_backward_codes(
             dy, x, bias, weight, case.options, dx_target, y_target,
-            need_dbias=bias is not None, need_dtoken_weight=weight is not None, use_triton=use_triton,
+            ActivationNeeds(dbias=bias is not None, dtoken_weight=weight is not None), use_triton=use_triton,
         )  # fmt: skip
         assert not y_target.amax.any() and not y_target.saturated.any()
         y_codes, _ = module.activation_codes(x, bias, weight, case.options, y_target, use_triton=use_triton)
@@ -223,7 +224,7 @@ def test_nothing(case, use_triton):
     assert codes.shape == dy.shape and inverse.shape == (M, 1) and (inverse == 1).all()
     ours = real.activation_backward_codes(
         dy, x, bias, weight, case.options, noted, noted,
-        need_dbias=True, need_dtoken_weight=weight is not None, use_triton=use_triton,
+        ActivationNeeds(dbias=True, dtoken_weight=weight is not None), use_triton=use_triton,
     )  # fmt: skip
     assert ours.dx.shape == x.shape and ours.dx_transposed.shape == (x.shape[-1], -(-M // 16) * 16)
     assert ours.y_transposed.shape == (case.H, -(-M // 16) * 16)
@@ -267,18 +268,18 @@ def test_outputs_are_left_out_one_by_one(use_triton):
     case = Case(weight=FP32, clamp=2.0)
     x, bias, weight, dy = draw(case)
 
-    def backward(dy, dx_target, y_target, **more):
+    def backward(dy, dx_target, y_target, **needs):
         given = dy, x, bias, weight, case.options, dx_target, y_target
-        return real.activation_backward_codes(*given, use_triton=use_triton, **more)
+        return real.activation_backward_codes(*given, ActivationNeeds(**needs), use_triton=use_triton)
 
     quiet = target(E4M3, 64.0, noted=False)
-    whole = backward(dy, quiet, quiet, need_dbias=True, need_dtoken_weight=True)
+    whole = backward(dy, quiet, quiet, dbias=True, dtoken_weight=True)
     for name, found in {
-        "dx": backward(dy, quiet, None, transposed=False),
-        "dx_transposed": backward(dy, quiet, None, codes=False),
+        "dx": backward(dy, quiet, None, dx_transposed=False),
+        "dx_transposed": backward(dy, quiet, None, dx=False),
         "y_transposed": backward(None, None, quiet),
-        "dbias": backward(dy, None, None, need_dbias=True),
-        "dtoken_weight": backward(dy, None, None, need_dtoken_weight=True),
+        "dbias": backward(dy, None, None, dbias=True),
+        "dtoken_weight": backward(dy, None, None, dtoken_weight=True),
     }.items():
         assert [field for field, value in found._asdict().items() if value is not None] == [name]
         ours, all_at_once = getattr(found, name), getattr(whole, name)
@@ -294,7 +295,7 @@ def test_the_error_against_fp64(activation, use_triton):
     own, inverse = real.activation_codes(x, bias, weight, case.options, FP8Target(), use_triton=use_triton)
     to = target(E4M3, fp8.scale_for(fp8.finite_amax(dx), E4M3).item())
     ours = real.activation_backward_codes(
-        dy, x, bias, weight, case.options, to, None, need_dbias=True, need_dtoken_weight=True, use_triton=use_triton
+        dy, x, bias, weight, case.options, to, None, ActivationNeeds(dbias=True, dtoken_weight=True), use_triton=use_triton
     )
     assert sqnr(y, fp8.dequantise(own, inverse, torch.float64)) > 28
     assert sqnr(dx, fp8.dequantise(ours.dx, 1 / to.scale, torch.float64)) > 28
@@ -367,7 +368,7 @@ def test_calls_repeat_bit_for_bit():
     first, second = (
         real.activation_backward_codes(
             dy, x, bias, weight, case.options, target(E4M3, 64.0), target(E4M3, 64.0),
-            need_dbias=True, need_dtoken_weight=True, use_triton=True,
+            ActivationNeeds(dbias=True, dtoken_weight=True), use_triton=True,
         )
         for _ in range(2)
     )  # fmt: skip

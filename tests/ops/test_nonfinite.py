@@ -27,7 +27,7 @@ PLAIN = {
     f"bias_activation: {activation}": Sample(partial(random_tensors, ((5, 70), (70,))), None, {"activation": activation})
     for activation in ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu")
 }
-OTHERS = ("attention", "linear", *DELEGATED)  # whose kernels are PyTorch's or wheels'
+OTHERS = ("attention", "latent_attention", "linear", *DELEGATED)  # products, and kernels of PyTorch's or wheels'
 NAMES = [name for name in subjects("torch", DEVICE) if name.partition(":")[0] not in OTHERS]
 
 

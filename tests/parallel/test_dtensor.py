@@ -24,6 +24,7 @@ SUM = "P(sum)" if TORCH >= (2, 10) else "P"  # the name of a placement
 CLOSE = 2e-5  # of the largest number: sums are made in another order
 LESS_CLOSE = {
     ("attention", "triton"): 2e-2,  # the sample is in 16 bits
+    ("latent_attention", "triton"): 2e-2,
     ("softmax", "torch"): 2e-3,
     ("softmax", "compiled"): 2e-3,  # gradients are differences of numbers a thousand times as large
 }
@@ -186,6 +187,9 @@ def test_results_and_gradients_are_those_of_plain_tensors(group, op, by):
         ("attention", "qkv", "S(0)", ["S(0)"]),
         ("attention", "qkv", "S(1)", ["R"]),
         ("attention", "qkv", "S(2)", ["S(2)"]),
+        ("latent_attention", "q", "S(0)", ["S(0)"]),
+        ("latent_attention", "kv", "S(1)", ["R"]),
+        ("latent_attention", "q", "S(2)", ["R"]),
         ("rope", "q", "S(0)", ["S(0)", "S(0)"]),
         ("rope", "q", "S(1)", ["S(1)", "S(1)"]),
         ("rope", "q", "S(2)", ["S(2)", "R"]),

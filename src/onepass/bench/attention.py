@@ -89,11 +89,11 @@ def _baseline(case: BenchCase) -> Call:
 
 
 @contextmanager
-def _in_order(case: BenchCase) -> Iterator[None]:
-    """Use deterministic algorithms, unless the case allows any order. PyTorch reads the setting at run time, in backward too."""
+def in_order(deterministic: bool) -> Iterator[None]:
+    """Use deterministic algorithms, or not. PyTorch reads the setting at run time, in backward too."""
     had, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(_is_ordered(case))
+    torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
     try:
         yield
@@ -210,7 +210,8 @@ def _peers(case: BenchCase) -> list[Contender]:
 BENCH = OpBench(
     "attention", _SHAPES, (1, 64, 4, 2, 64), _bytes_moved, _inputs, _peers,
     options=_options, keywords=_keywords, ours=_ours, formula=_formula, baseline=_baseline,
-    reference=lambda case: "flex_attention" if case.variant in _OPTIONS else "rope + SDPA", around=_in_order,
+    reference=lambda case: "flex_attention" if case.variant in _OPTIONS else "rope + SDPA",
+    around=lambda case: in_order(_is_ordered(case)),
     without={
         "Transformer Engine": "takes cuDNN's or flash attention's",
         "Megatron-core": "takes Transformer Engine's",

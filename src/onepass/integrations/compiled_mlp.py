@@ -22,6 +22,7 @@ from onepass.ops.activation import fp8
 from onepass.ops.activation.activation_rows import ActivationRows
 from onepass.ops.activation.activations import activation_of, find_activation
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.ops.activation.fp8_kernels import ActivationNeeds
 from onepass.ops.activation.kernels import activation_unsupported
 from onepass.ops.norm.compiled_projections import use_compiled_projections
 from onepass.ops.norm.formula import NormOptions
@@ -50,7 +51,7 @@ def _up_gradient(
     state, weight = state_in_graph(packed, weights, recipe)
     state.update(weight)  # for a weight that the graph makes, and may make again in backward
     run = partial(fp8.activation_backward_codes, dactivated, packed, None, None, options, use_triton=True)
-    target, inverse = state.gradient_target(partial(run, y_target=None, transposed=False))
+    target, inverse = state.gradient_target(partial(run, y_target=None, needs=ActivationNeeds(dx_transposed=False)))
     gradients = run(target, FP8Target(E4M3, scale))
     assert gradients.dx is not None and gradients.dx_transposed is not None and gradients.y_transposed is not None
     across = transposed_weight(weight, factors_of(factors))

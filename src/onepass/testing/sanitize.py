@@ -43,6 +43,7 @@ from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
 from onepass.ops.activation import fp8 as activation_fp8
 from onepass.ops.activation.bias_activation import bias_activation
 from onepass.ops.activation.formula import ActivationOptions
+from onepass.ops.activation.fp8_kernels import ActivationNeeds
 from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
@@ -287,7 +288,7 @@ def _activation_codes(activation: str, x: Tensor) -> None:
         y, _ = activation_fp8.activation_codes(x, bias, weight, options, to, use_triton=True)
     activation_fp8.activation_backward_codes(
         torch.ones_like(y, dtype=x.dtype), x, bias, weight, options, target, target,
-        need_dbias=True, need_dtoken_weight=True, use_triton=True,
+        ActivationNeeds(dbias=True, dtoken_weight=True), use_triton=True,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from onepass.gradients.vectors import KernelTargets, VectorGrads
 from onepass.ops.activation import fp8, kernels
 from onepass.ops.activation.activations import activation_of
 from onepass.ops.activation.formula import ActivationOptions, activation_formula
+from onepass.ops.activation.fp8_kernels import ActivationNeeds
 from onepass.ops.activation.lora_backward import WIDEST_RANK, lora_backward
 from onepass.product.fp8.gradient import FP8Gradient
 from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
@@ -150,8 +151,8 @@ class ActivationRows(NamedTuple):
             (bias,) = vectors.wide(bias)
         given = drows, x, bias, token_weight, self.options
         run = partial(fp8.activation_backward_codes, *given, use_triton=self.use_triton)
-        x_target, inverse = consumer.gradient_target(partial(run, y_target=None, transposed=False))
-        found = run(x_target, target, need_dbias=needs[1], need_dtoken_weight=needs[2])
+        x_target, inverse = consumer.gradient_target(partial(run, y_target=None, needs=ActivationNeeds(dx_transposed=False)))
+        found = run(x_target, target, ActivationNeeds(dbias=needs[1], dtoken_weight=needs[2]))
         assert found.dx is not None and found.dx_transposed is not None and found.y_transposed is not None
         dx = FP8Gradient(found.dx, found.dx_transposed, inverse, x.dtype, consumer)
         return PrologueGradients((dx, found.dbias, found.dtoken_weight), transposed=found.y_transposed)

@@ -55,10 +55,13 @@ def activation_codes(
     return fp8.quantise_rows(y, target.dtype) if target.scale is None else (fp8.quantise_tensor(y, target), None)
 
 
+_BOTH = ActivationNeeds()  # of dx's codes
+
+
 def activation_backward_codes(
     dy: Tensor | None, x: Tensor, bias: Tensor | None, token_weight: Tensor | None, options: ActivationOptions,
     dx_target: FP8Target | None, y_target: FP8Target | None,
-    *, codes: bool = True, transposed: bool = True, need_dbias: bool = False, need_dtoken_weight: bool = False, use_triton: bool,
+    needs: ActivationNeeds = _BOTH, *, use_triton: bool,
 ) -> ActivationGradients:  # fmt: skip
     """Return the gradients of x as codes, and y's codes transposed, in one pass over x and dy.
 
@@ -68,19 +71,17 @@ def activation_backward_codes(
         dy: d y, of 16 or 32 bits. None where y_transposed is all that is asked for.
         dx_target: what dx is written for, with a scale; its amax and counts are raised. None leaves out dx and dx_transposed.
         y_target: what forward wrote y for, with a scale. It is not raised again. None leaves out y_transposed.
-        codes, transposed: write dx, dx_transposed.
-        need_dbias, need_dtoken_weight: which of these gradients to compute. Their types are those of bias and token_weight.
+        needs: which of these to compute. The types of bias's and token_weight's gradients are their own.
         use_triton: as in `activation_codes`.
     """
     _check_options(options)
     for name, target in (("dx_target", dx_target), ("y_target", y_target)):
         if target is not None and target.scale is None:
             raise ValueError(f"{name} must have a scale, which all rows share once they are transposed, but has None")
-    if dx_target is None or not (codes or transposed):
-        dx_target, codes, transposed = None, False, False
-    if dy is None and (codes or transposed or need_dbias or need_dtoken_weight):
+    if dx_target is None or not (needs.dx or needs.dx_transposed):
+        dx_target, needs = None, needs._replace(dx=False, dx_transposed=False)
+    if dy is None and any(needs):
         raise ValueError("dy must be a tensor where a gradient is asked for, but is None")
-    needs = ActivationNeeds(codes, transposed, need_dbias, need_dtoken_weight)
     if use_triton and x.numel():
         given = x, _contiguous(bias), _contiguous(token_weight)
         return ActivationGradients(*fp8_kernels.backward_codes(dy, *given, options, dx_target, y_target, needs))

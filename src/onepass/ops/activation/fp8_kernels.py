@@ -323,10 +323,10 @@ def forward_codes(
 class ActivationNeeds(NamedTuple):
     """Which results of a backward are asked for, beside y's codes."""
 
-    dx: bool
-    dx_transposed: bool
-    dbias: bool
-    dtoken_weight: bool
+    dx: bool = True
+    dx_transposed: bool = True
+    dbias: bool = False
+    dtoken_weight: bool = False
 
 
 def backward_codes(

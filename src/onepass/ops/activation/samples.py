@@ -17,6 +17,7 @@ from onepass.ops.activation.activations import ACTIVATIONS
 from onepass.ops.activation.bias_activation import bias_activation, bias_activation_reference
 from onepass.ops.activation.formula import ActivationOptions
 from onepass.ops.activation.fp8 import activation_backward_codes, activation_codes
+from onepass.ops.activation.fp8_kernels import ActivationNeeds
 from onepass.ops.activation.lora_backward import activation_lora_backward
 from onepass.product.lora_samples import LoRASample, random_lora, with_lora
 from onepass.runtime.fp8 import E4M3, E5M2, FP8Target
@@ -310,11 +311,11 @@ def _codes_call(activation: str, width: int, dtype: torch.dtype = torch.bfloat16
             activation_codes(x, bias, weight, options, target._replace(underflowed=None), use_triton=True)
             activation_backward_codes(
                 dy, x, bias, weight, options, target, target._replace(dtype=E4M3),
-                need_dbias=bias is not None, need_dtoken_weight=weight is not None, use_triton=True,
+                ActivationNeeds(dbias=bias is not None, dtoken_weight=weight is not None), use_triton=True,
             )  # fmt: skip
         if option == "bare":  # each output alone
-            for more in ({"transposed": False}, {"codes": False}):
-                activation_backward_codes(dy, x, None, None, options, target, None, use_triton=True, **more)
+            for needs in (ActivationNeeds(dx_transposed=False), ActivationNeeds(dx=False)):
+                activation_backward_codes(dy, x, None, None, options, target, None, needs, use_triton=True)
             activation_backward_codes(None, x, None, None, options, None, target, use_triton=True)
         return x
 

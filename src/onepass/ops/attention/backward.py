@@ -15,7 +15,7 @@ from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, grid_of, kernel
 from onepass.ops.attention.document_kernels import document_tiles
 from onepass.ops.attention.formula import AttentionOptions
-from onepass.ops.attention.forward import HOPPER_SMEM, AttentionTiles, head_block
+from onepass.ops.attention.forward import HOPPER_SMEM, AttentionTiles, HeadSizes, head_block
 from onepass.ops.attention.scores import (
     EDGE,
     INSIDE,
@@ -38,11 +38,11 @@ from onepass.runtime.sizes import ceil_div, shared_memory
 @device_function
 def _into_dq(
     dq, q, dy, lse, delta, k_head, v_head, first, queries, end, qk_scale, cap_scale, K_S, V_S,
-    D: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     k = load_tokens(k_head, first, K_S, end, D, W, BLOCK_N, KIND != EDGE)
-    v = load_tokens(v_head, first, V_S, end, D, W, BLOCK_N, KIND != EDGE)
+    v = load_tokens(v_head, first, V_S, end, DV, WV, BLOCK_N, KIND != EDGE)
     scores = capped(tl.dot(q, tl.trans(k)), cap_scale, CAPPED)
     p = tl.exp2(scores * qk_scale - lse[:, None])
     dp = tl.dot(dy, tl.trans(v))
@@ -59,7 +59,7 @@ def _into_dq(
 def _dq_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, S, ROWS, qk_scale, cap_scale, scale,
     DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, Y_S, DQ_B, DQ_S, DQ_H,
-    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -75,11 +75,11 @@ def _dq_kernel(
     queries = first + tl.arange(0, BLOCK_M)
     there = queries < end
     q = load_tokens(q_ptr + sequence * Q_B + head * Q_H, first, Q_S, end, D, W, BLOCK_M, False)
-    dy = load_tokens(dy_ptr + sequence * DY_B + head * DY_H, first, DY_S, end, D, W, BLOCK_M, False)
+    dy = load_tokens(dy_ptr + sequence * DY_B + head * DY_H, first, DY_S, end, DV, WV, BLOCK_M, False)
     if Y_S is None:  # contiguous
-        y = load_tokens(y_ptr + (sequence * S * HEADS + head) * D, first, HEADS * D, end, D, W, BLOCK_M, False)
+        y = load_tokens(y_ptr + (sequence * S * HEADS + head) * DV, first, HEADS * DV, end, DV, WV, BLOCK_M, False)
     else:
-        y = load_tokens(y_ptr + (sequence * HEADS + head) * D, first, Y_S, end, D, W, BLOCK_M, False)
+        y = load_tokens(y_ptr + (sequence * HEADS + head) * DV, first, Y_S, end, DV, WV, BLOCK_M, False)
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
     row = (sequence * HEADS + head) * ROWS + shift + queries
     tl.store(delta_ptr + row, delta, mask=there)  # for the other kernels
@@ -92,18 +92,18 @@ def _dq_kernel(
             for at in tl.range(start, inside, BLOCK_N, num_stages=1):
                 dq = _into_dq(
                     dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-                    D, W, BLOCK_N, LEFT, RIGHT, CAPPED, LEFT_EDGE,
+                    D, W, DV, WV, BLOCK_N, LEFT, RIGHT, CAPPED, LEFT_EDGE,
                 )  # fmt: skip
         if LEFT < 0 or RIGHT != 0 or LEFT >= BLOCK_M:  # else a block has no such keys, as in forward
             for at in tl.range(inside, edge, BLOCK_N, num_stages=STAGES):
                 dq = _into_dq(
                     dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-                    D, W, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
+                    D, W, DV, WV, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
                 )  # fmt: skip
         for at in tl.range(edge, stop, BLOCK_N, num_stages=1):
             dq = _into_dq(
                 dq, q, dy, lse, delta, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-                D, W, BLOCK_N, LEFT, RIGHT, CAPPED, EDGE,
+                D, W, DV, WV, BLOCK_N, LEFT, RIGHT, CAPPED, EDGE,
             )  # fmt: skip
         tile = dq_ptr + sequence * DQ_B + head * DQ_H + first.to(tl.int64) * DQ_S
         store_tokens(tile, dq * scale, DQ_S, there, D, W, BLOCK_M)
@@ -115,7 +115,8 @@ def _dq_kernel(
 @device_function
 def _into_dk_dv(
     dk, dv, k, v, q_tile, dy_tile, lse_tile, delta_tile, head, first, shift, keys, end, qk_scale, cap_scale,
-    W: tl.constexpr, BLOCK_M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, KIND: tl.constexpr,
+    W: tl.constexpr, WV: tl.constexpr, BLOCK_M: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     q = q_tile.load([head, first, 0]).reshape([BLOCK_M, W])  # zeros past the document's end, here and below: they add nothing
     lse = lse_tile.load([head, first + shift]).reshape([BLOCK_M])
@@ -125,7 +126,7 @@ def _into_dk_dv(
     if KIND != INSIDE:
         queries = first + tl.arange(0, BLOCK_M)
         p = tl.where(sees(queries[None, :], keys[:, None], end, LEFT, RIGHT, KIND), p, 0.0)
-    dy = dy_tile.load([head, first, 0]).reshape([BLOCK_M, W])
+    dy = dy_tile.load([head, first, 0]).reshape([BLOCK_M, WV])
     dv = tl.dot(p.to(dy.dtype), dy, dv)
     ds = p * (tl.dot(v, tl.trans(dy)) - delta[None, :])
     if CAPPED:
@@ -138,7 +139,7 @@ def _into_dk_dv(
 def _dk_dv_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, S, ROWS, qk_scale, cap_scale, scale,
     DY_B, DY_S, DY_H, Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, DK_B, DK_S, DK_H, DV_B, DV_S, DV_H,
-    GROUPS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    GROUPS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -151,37 +152,37 @@ def _dk_dv_kernel(
         rows = tl.maximum(end, 1)  # a descriptor has at least one
     keys = first + tl.arange(0, BLOCK_N)
     k = load_tokens(k_ptr + sequence * K_B + group * K_H, first, K_S, end, D, W, BLOCK_N, False)
-    v = load_tokens(v_ptr + sequence * V_B + group * V_H, first, V_S, end, D, W, BLOCK_N, False)
+    v = load_tokens(v_ptr + sequence * V_B + group * V_H, first, V_S, end, DV, WV, BLOCK_N, False)
     # Hopper's copy engine fetches what the loop reads: computing addresses would take more registers than there are.
     heads = q_ptr + sequence * Q_B + group * SHARING * Q_H, dy_ptr + sequence * DY_B + group * SHARING * DY_H
     q_tile = tl.make_tensor_descriptor(heads[0], [SHARING, rows, D], [Q_H, Q_S, 1], [1, BLOCK_M, W])
-    dy_tile = tl.make_tensor_descriptor(heads[1], [SHARING, rows, D], [DY_H, DY_S, 1], [1, BLOCK_M, W])
+    dy_tile = tl.make_tensor_descriptor(heads[1], [SHARING, rows, DV], [DY_H, DY_S, 1], [1, BLOCK_M, WV])
     row = (sequence * GROUPS + group) * SHARING * ROWS
     lse_tile = tl.make_tensor_descriptor(lse_ptr + row, [SHARING, rows + shift], [ROWS, 1], [1, BLOCK_M])
     delta_tile = tl.make_tensor_descriptor(delta_ptr + row, [SHARING, rows + shift], [ROWS, 1], [1, BLOCK_M])
     dk = tl.zeros([BLOCK_N, W], tl.float32)
-    dv = tl.zeros([BLOCK_N, W], tl.float32)
+    dv = tl.zeros([BLOCK_N, WV], tl.float32)
     start, inside, left, stop = query_ranges(begin, end, first, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     for head in range(SHARING):
         for at in tl.range(start, tl.minimum(inside, stop), BLOCK_M, num_stages=1):
             dk, dv = _into_dk_dv(
                 dk, dv, k, v, q_tile, dy_tile, lse_tile, delta_tile, head, at, shift, keys, end, qk_scale, cap_scale,
-                W, BLOCK_M, LEFT, RIGHT, CAPPED, EDGE,
+                W, WV, BLOCK_M, LEFT, RIGHT, CAPPED, EDGE,
             )  # fmt: skip
         for at in tl.range(inside, left, BLOCK_M, num_stages=STAGES):
             dk, dv = _into_dk_dv(
                 dk, dv, k, v, q_tile, dy_tile, lse_tile, delta_tile, head, at, shift, keys, end, qk_scale, cap_scale,
-                W, BLOCK_M, LEFT, RIGHT, CAPPED, INSIDE,
+                W, WV, BLOCK_M, LEFT, RIGHT, CAPPED, INSIDE,
             )  # fmt: skip
         if LEFT >= 0:
             for at in tl.range(tl.maximum(inside, left), stop, BLOCK_M, num_stages=1):
                 dk, dv = _into_dk_dv(
                     dk, dv, k, v, q_tile, dy_tile, lse_tile, delta_tile, head, at, shift, keys, end, qk_scale, cap_scale,
-                    W, BLOCK_M, LEFT, RIGHT, CAPPED, LEFT_EDGE,
+                    W, WV, BLOCK_M, LEFT, RIGHT, CAPPED, LEFT_EDGE,
                 )  # fmt: skip
     wide = first.to(tl.int64)
     store_tokens(dk_ptr + sequence * DK_B + group * DK_H + wide * DK_S, dk * scale, DK_S, keys < end, D, W, BLOCK_N)
-    store_tokens(dv_ptr + sequence * DV_B + group * DV_H + wide * DV_S, dv, DV_S, keys < end, D, W, BLOCK_N)
+    store_tokens(dv_ptr + sequence * DV_B + group * DV_H + wide * DV_S, dv, DV_S, keys < end, DV, WV, BLOCK_N)
 
 
 # ---- the sinks' gradient: a program has a head, and sums over its rows in their order ----
@@ -236,18 +237,16 @@ def backward_tiles(
 
 
 @lru_cache(1024)
-def _bind_dq(
-    strides: tuple[int | None, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles
-) -> Bound:
-    sizes = heads, heads // groups, D, head_block(D), *scales[3:], tiles.block_m, tiles.block_n, tiles.stages
-    bound: Bound = _dq_kernel.bind(*scales[:3], *strides, *sizes, num_warps=tiles.num_warps, resident=tiles.resident)
+def _bind_dq(strides: tuple[int | None, ...], sizes: HeadSizes, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
+    kind = sizes.heads, sizes.heads // sizes.groups, *sizes.widths(), *scales[3:], tiles.block_m, tiles.block_n, tiles.stages
+    bound: Bound = _dq_kernel.bind(*scales[:3], *strides, *kind, num_warps=tiles.num_warps, resident=tiles.resident)
     return bound
 
 
 @lru_cache(1024)
-def _bind_dk_dv(strides: tuple[int, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
-    sizes = groups, heads // groups, D, head_block(D), *scales[3:], tiles.block_m, tiles.block_n, tiles.stages
-    bound: Bound = _dk_dv_kernel.bind(*scales[:3], *strides, *sizes, num_warps=tiles.num_warps, resident=tiles.resident)
+def _bind_dk_dv(strides: tuple[int, ...], sizes: HeadSizes, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
+    kind = sizes.groups, sizes.heads // sizes.groups, *sizes.widths(), *scales[3:], tiles.block_m, tiles.block_n, tiles.stages
+    bound: Bound = _dk_dv_kernel.bind(*scales[:3], *strides, *kind, num_warps=tiles.num_warps, resident=tiles.resident)
     return bound
 
 
@@ -277,9 +276,9 @@ class BackwardCall:
         return (*self.dy.stride()[:3], *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3])
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Heads of queries, groups, and a head's width."""
-        return self.q.shape[2], self.k.shape[2], self.q.shape[3]
+    def sizes(self) -> HeadSizes:
+        (heads, width), (groups, values) = self.q.shape[2:], (self.k.shape[2], self.v.shape[3])
+        return HeadSizes(heads, groups, width, values)
 
     def blocks(self, block: int) -> tuple[int, Tensor | None]:
         """Return how many blocks of tokens there are at most, and the list of them where there are documents."""
@@ -296,7 +295,7 @@ def write_dq(call: BackwardCall, dq: Tensor | None, tiles: AttentionTiles) -> No
     B, S, H, _ = call.q.shape
     of_dq = (0, 0, 0) if dq is None else dq.stride()[:3]
     of_y = call.y.stride(1) if call.options.sequence_first else None
-    launch = _bind_dq((*call.strides, of_y, *of_dq), *call.sizes, call.scales, tiles)
+    launch = _bind_dq((*call.strides, of_y, *of_dq), call.sizes, call.scales, tiles)
     blocks, places = call.blocks(tiles.block_m)
     given = call.dy, call.q, call.k, call.v, call.y, call.lse, call.delta
     launch(grid_of(B * H, blocks), *given, dq, places, S, call.lse.shape[-1])
@@ -305,14 +304,17 @@ def write_dq(call: BackwardCall, dq: Tensor | None, tiles: AttentionTiles) -> No
 def write_dk_dv(call: BackwardCall, dk: Tensor, dv: Tensor, tiles: AttentionTiles) -> None:
     """Write dk and dv. Delta is there."""
     B, S, G, _ = call.k.shape
-    launch = _bind_dk_dv((*call.strides, *dk.stride()[:3], *dv.stride()[:3]), *call.sizes, call.scales, tiles)
+    launch = _bind_dk_dv((*call.strides, *dk.stride()[:3], *dv.stride()[:3]), call.sizes, call.scales, tiles)
     blocks, places = call.blocks(tiles.block_n)
     given = call.dy, call.q, call.k, call.v, call.lse, call.delta
     launch(grid_of(B * G, blocks), *given, dk, dv, places, S, call.lse.shape[-1])
 
 
-def attend_backward(call: BackwardCall, gradients: tuple[Tensor, Tensor, Tensor] | None) -> None:
-    """Write the gradients dq, dk and dv, whose last strides are 1, and delta; without gradients delta alone."""
+def attend_backward(call: BackwardCall, gradients: tuple[Tensor | None, Tensor | None, Tensor | None] | None) -> None:
+    """Write the gradients dq, dk and dv, whose last strides are 1, and delta; without gradients delta alone.
+
+    dq may be None, and so may dk and dv together.
+    """
     _, S, _, D = call.q.shape
     smem = shared_memory(call.q.device)
     dq, dk, dv = gradients or (None, None, None)

@@ -14,10 +14,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.ops.attention.backward import BackwardCall
 from onepass.ops.attention.formula import AttentionOptions, contiguous_tokens
+from onepass.ops.attention.forward import lse_size
 from onepass.ops.attention.scores import LOG2E
 from onepass.runtime.op import Reason
 
@@ -73,10 +75,23 @@ def all_by_cudnn(qkv: Tensor, D: int) -> bool:
 
 
 def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """Like `attend`, for an S that is a multiple of 4. PyTorch lays y out as q lies."""
+    """Like `attend`. PyTorch lays y out as q lies."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, True, scale=options.scale)
-    return contiguous_tokens(y.transpose(1, 2), options), lse.view(q.shape[:3]).mul_(LOG2E)
+    S = q.shape[2]
+    return contiguous_tokens(y.transpose(1, 2), options), F.pad(lse.view(q.shape[:3]).mul_(LOG2E), (0, lse_size(S) - S))
+
+
+def attend_backward_in_any_order(call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv, [B, S, heads, D] each, of plain causal attention. Their last bits differ from run to run."""
+    tensors = (x.transpose(1, 2) for x in (call.dy, call.q, call.k, call.v, call.y))
+    S = call.q.shape[1]
+    natural, seed = (call.lse[..., :S] / LOG2E)[..., None], torch.empty((), dtype=torch.int64, device=call.q.device)  # of dropout
+    made = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        *tensors, natural, seed, seed, None, None, None, S, S, 0.0, True, scale=call.options.scale
+    )
+    dq, dk, dv = (x.transpose(1, 2).contiguous() for x in made)
+    return dq, dk, dv
 
 
 # ---- backward, through nvidia-cudnn-frontend ----

@@ -66,7 +66,14 @@ def attention_formula(
     weights: Weights = (None, None),
 ) -> Tensor:
     """Return y [B, S, heads D]. All scores of a document exist at once, in fp32 or what is wider."""
-    return _by_document(rotated_parts(qkv, cos, sin, options, cu_seqlens, weights), options, cu_seqlens, sinks, _scores_at_once)
+    return formula_of_parts(rotated_parts(qkv, cos, sin, options, cu_seqlens, weights), options, cu_seqlens, sinks)
+
+
+def formula_of_parts(
+    parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return `attention_formula` of q, k and v, of which q and k are rotated already. v may be narrower."""
+    return _by_document(parts, options, cu_seqlens, sinks, _scores_at_once)
 
 
 def rotated_parts(
@@ -134,7 +141,8 @@ def _scores_at_once(parts: Parts, options: AttentionOptions, cu_seqlens: Tensor 
     dtype, S = parts[0].dtype, parts[0].shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.to(wide).transpose(1, 2) for x in parts)
-    k, v = (x.repeat_interleave(options.heads // options.groups, 1) for x in (k, v))
+    if options.heads != options.groups:
+        k, v = (x.repeat_interleave(options.heads // options.groups, 1) for x in (k, v))
     scores = q @ k.mT * options.scale
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)

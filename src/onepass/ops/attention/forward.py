@@ -36,7 +36,7 @@ from onepass.runtime.sizes import ceil_div, power_of_two, shared_memory
 @device_function
 def _mix(
     m, total, y, q, k_head, v_head, first, queries, end, qk_scale, cap_scale, K_S, V_S,
-    D: tl.constexpr, W: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys and values to the running maximum m (in units of log 2), sum and result."""
@@ -52,7 +52,7 @@ def _mix(
     p = tl.exp2(scores * qk_scale - base[:, None])
     shrink = tl.exp2(m - base)
     total = total * shrink + tl.sum(p, 1)
-    v = load_tokens(v_head, first, V_S, end, D, W, BLOCK_N, KIND != EDGE)
+    v = load_tokens(v_head, first, V_S, end, DV, WV, BLOCK_N, KIND != EDGE)
     y = tl.dot(p.to(v.dtype), v, y * shrink[:, None])
     return higher, total, y
 
@@ -61,7 +61,7 @@ def _mix(
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, sinks_ptr, tiles_ptr, S, ROWS, qk_scale, cap_scale,
     Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, Y_S,
-    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -83,25 +83,25 @@ def _attend_kernel(
     else:  # a key that all see, and whose value is 0
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         total = tl.full([BLOCK_M], 1.0, tl.float32)
-    y = tl.zeros([BLOCK_M, W], tl.float32)
+    y = tl.zeros([BLOCK_M, WV], tl.float32)
     inside, edge, stop = key_ranges(begin, end, first, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     if LEFT >= 0:
         start = begin + tl.maximum(first - LEFT - begin, 0) // BLOCK_N * BLOCK_N
         for at in tl.range(start, inside, BLOCK_N, num_stages=1):
             m, total, y = _mix(
                 m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-                D, W, BLOCK_N, LEFT, RIGHT, CAPPED, LEFT_EDGE,
+                D, W, DV, WV, BLOCK_N, LEFT, RIGHT, CAPPED, LEFT_EDGE,
             )  # fmt: skip
     if LEFT < 0 or RIGHT != 0 or LEFT >= BLOCK_M:  # else a block has no such keys, and ptxas 12.8 crashes on the empty loop
         for at in tl.range(inside, edge, BLOCK_N, num_stages=STAGES):
             m, total, y = _mix(
                 m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-                D, W, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
+                D, W, DV, WV, BLOCK_N, LEFT, RIGHT, CAPPED, INSIDE,
             )  # fmt: skip
     for at in tl.range(edge, stop, BLOCK_N, num_stages=1):
         m, total, y = _mix(
             m, total, y, q, k_head, v_head, at, queries, end, qk_scale, cap_scale, K_S, V_S,
-            D, W, BLOCK_N, LEFT, RIGHT, CAPPED, EDGE,
+            D, W, DV, WV, BLOCK_N, LEFT, RIGHT, CAPPED, EDGE,
         )  # fmt: skip
     y, lse = y / total[:, None], m + tl.log2(total)
     there = queries < (ROWS if tiles_ptr is None else end)  # to the row's end: no memory is left uninitialised
@@ -110,10 +110,10 @@ def _attend_kernel(
         y, lse = tl.where(wrong, float("nan"), y), tl.where(wrong, float("nan"), lse)
     tl.store(lse_ptr + (sequence * HEADS + head) * ROWS + shift + queries, lse, mask=there)
     if Y_S is None:  # contiguous
-        store_tokens(y_ptr + ((sequence * S + first) * HEADS + head) * D, y, HEADS * D, queries < end, D, W, BLOCK_M)
+        store_tokens(y_ptr + ((sequence * S + first) * HEADS + head) * DV, y, HEADS * DV, queries < end, DV, WV, BLOCK_M)
     else:
-        tile = y_ptr + (sequence * HEADS + head) * D + tl.cast(first, tl.int64) * Y_S
-        store_tokens(tile, y, Y_S, queries < end, D, W, BLOCK_M)
+        tile = y_ptr + (sequence * HEADS + head) * DV + tl.cast(first, tl.int64) * Y_S
+        store_tokens(tile, y, Y_S, queries < end, DV, WV, BLOCK_M)
 
 
 class AttentionTiles(NamedTuple):
@@ -136,11 +136,24 @@ def forward_tiles(W: int, smem: int) -> AttentionTiles:
     return AttentionTiles(64, 64, 4, 3 if W <= 64 or smem > HOPPER_SMEM else 2)
 
 
+class HeadSizes(NamedTuple):
+    """What heads a kernel is compiled for."""
+
+    heads: int  # of queries
+    groups: int  # of keys and values
+    width: int  # of queries and keys
+    values: int  # of values, and of what attention returns
+
+    def widths(self) -> tuple[int, int, int, int]:
+        """Return both widths, each with its tiles'."""
+        return self.width, head_block(self.width), self.values, head_block(self.values)
+
+
 @lru_cache(1024)
-def _bind(strides: tuple[int | None, ...], heads: int, groups: int, D: int, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
-    kind = heads, heads // groups, D, head_block(D), scales.left, scales.right, scales.capped
-    sizes = tiles.block_m, tiles.block_n, tiles.stages
-    bound: Bound = _attend_kernel.bind(scales.score, scales.cap, *strides, *kind, *sizes, num_warps=tiles.num_warps)
+def _bind(strides: tuple[int | None, ...], sizes: HeadSizes, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
+    kind = sizes.heads, sizes.heads // sizes.groups, *sizes.widths(), scales.left, scales.right, scales.capped
+    blocks = tiles.block_m, tiles.block_n, tiles.stages
+    bound: Bound = _attend_kernel.bind(scales.score, scales.cap, *strides, *kind, *blocks, num_warps=tiles.num_warps)
     return bound
 
 
@@ -163,18 +176,18 @@ def attend(
     """Return y [B, S, H, D], contiguous, and the logarithm to base 2 of each row's sum, fp32 [B, H, `lse_size`].
 
     y's memory is [S, B, H, D] where options say so. Backward computes the softmax again from the logarithm. q is [B, S, H, D],
-    k and v are [B, S, G, D]; none is empty, their last strides are 1.
+    k and v are [B, S, G, D]; none is empty, their last strides are 1. v, and y with it, may have another D.
     """
     B, S, H, D = q.shape
-    y = empty_tokens(q, options, H, D)
+    y = empty_tokens(q, options, H, v.shape[3])
     shape = B, H, lse_size(S, cu_seqlens)
-    if cu_seqlens is None or sinks is None:
+    if cu_seqlens is None:
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     else:  # of what lies between documents, a sink has no part
         lse = torch.full(shape, torch.inf, dtype=torch.float32, device=q.device)
     tiles = forward_tiles(head_block(D), shared_memory(q.device))
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], y.stride(1) if options.sequence_first else None
-    launch = _bind(strides, H, k.shape[2], D, scales_of(options), tiles)
+    launch = _bind(strides, HeadSizes(H, k.shape[2], D, v.shape[3]), scales_of(options), tiles)
     if cu_seqlens is None:
         blocks, places = ceil_div(S, tiles.block_m), None
     else:

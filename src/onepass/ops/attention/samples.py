@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass.ops.attention.attention import SIZES, attention, attention_reference
 from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
+from onepass.ops.attention.latent_attention import latent_attention, latent_attention_reference
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.runtime.random_calls import BF16, FP16, FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -31,6 +32,12 @@ def _documents(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def _normed(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return q, k, both weights and tables that rotate a part of each head."""
     return random_tensors(((3, 7, 5, 22), (3, 7, 2, 22), (22,), (22,), (7, 9), (7, 9)), device, dtype)
+
+
+def _latent_documents(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return q, kv, k_rope and tables by position, of three documents, one of them empty."""
+    made = random_tensors(((1, 37, 1, 80), (1, 37, 1, 96), (1, 37, 16), (20, 8), (20, 8)), device, dtype)
+    return *made, torch.tensor((0, 20, 20, 37), dtype=torch.int32, device=device)
 
 
 SAMPLES = {
@@ -57,6 +64,23 @@ SAMPLES = {
         dtype=torch.bfloat16,
         roundings=2.0,
     ),
+    "latent_attention": Sample(
+        partial(random_tensors, ((2, 37, 5, 32), (2, 37, 5, 40), (2, 37, 8), (37, 4), (37, 4))),
+        latent_attention_reference,
+        {"scale": 0.2, "interleaved": True},
+        keywords=("cos", "sin"),
+        frozen=2,
+        dtype=torch.bfloat16,
+        roundings=2.0,
+    ),
+    "latent_attention: documents": Sample(
+        _latent_documents,
+        latent_attention_reference,
+        keywords=("cos", "sin", "cu_seqlens"),
+        frozen=3,
+        dtype=torch.bfloat16,
+        roundings=2.0,
+    ),
     "rope": Sample(
         partial(random_tensors, ((3, 7, 5, 22), (3, 7, 2, 22), (7, 9), (7, 9))), rope_reference, {"interleaved": True}, frozen=2
     ),
@@ -77,7 +101,14 @@ def _table_shape(x: Tensor, given: dict[str, Any]) -> tuple[int, ...]:
     return *x.shape[1:2], x.shape[-1] // max(1, every) // 2
 
 
-SHAPES_OF = {"attention": {"cos": _table_shape, "sin": _table_shape}}
+def _latent_table(q: Tensor, given: dict[str, Any]) -> tuple[int, ...]:
+    return *q.shape[1:2], given["k_rope"][-1] // 2
+
+
+SHAPES_OF = {
+    "attention": {"cos": _table_shape, "sin": _table_shape},
+    "latent_attention": {"cos": _latent_table, "sin": _latent_table},
+}
 
 
 # ---- random calls ----
@@ -113,6 +144,24 @@ def _random_attention(draw: Draw) -> RandomCall:
     )
 
 
+def _random_latent(draw: Draw) -> RandomCall:
+    dtype = draw.choose((BF16, FP16, FP32, FP64), (8, 8, 2, 1))
+    width, V = draw.choose((16, 32, 80, 192, 6), (4, 4, 1, 1, 1)), draw.choose((16, 32, 128, 5), (4, 4, 1, 1))
+    rope, heads = 2 * draw.choose((1, 2, (width - 1) // 2)), draw.choose((1, 2, 3, 5))
+    batch, tokens = draw.choose((1, 2, 0)), draw.choose((3, 1, 17, 64, 100, 0), (2, 2, 2, 1, 1, 1))
+    shapes = {"q": (heads, width), "kv": (heads, width - rope + V), "k_rope": (rope,)}
+    tensors = {name: RandomTensor((batch, tokens, *shape), dtype, "tame") for name, shape in shapes.items()}
+    if draw.flag():
+        tables = (*((batch,) if draw.flag(0.3) else ()), tokens, rope // 2)
+        tensors |= {name: RandomTensor(tables, draw.choose((FP32, dtype)), name) for name in ("cos", "sin")}
+    if batch == 1 and draw.flag(0.3):
+        tensors["cu_seqlens"] = RandomTensor((draw.choose((3, 2, 5)),), torch.int32, "boundaries", top=tokens)
+    options: dict[str, Any] = {"interleaved": draw.flag(), "scale": draw.choose((None, 0.5))}
+    floors = dict.fromkeys(("dq", "dkv", "dk_rope"), 4e-5)  # as attention's
+    formula = partial(latent_attention_reference, **options)
+    return RandomCall(tensors, options, formula, True, finite=True, floors=lambda _: floors)
+
+
 def _random_rope(draw: Draw) -> RandomCall:
     dtype, D = draw.dtype(), draw.choose((8, 2, 3, 22, 64, 129))
     lead = tuple(size for size in draw.lead()[-2:]) or (1,)
@@ -129,13 +178,14 @@ def _random_rope(draw: Draw) -> RandomCall:
     )
 
 
-RANDOM_CALLS = {"attention": _random_attention, "rope": _random_rope}
+RANDOM_CALLS = {"attention": _random_attention, "latent_attention": _random_latent, "rope": _random_rope}
 
 # ---- calls that launch every kernel, in every form that is shipped ----
 
 
 def covering_calls() -> Iterator[CoveringCall]:
     yield from _attention_calls()
+    yield from _latent_calls()
     yield from _rope_calls()
 
 
@@ -240,3 +290,34 @@ def _attention_call(
         return attention(qkv, heads, groups, cos=cos, sin=cos, backend="triton", **given)
 
     return CoveringCall(" ".join(filter(None, (f"attention {heads}/{groups}x{D}", option))), dtype, run)
+
+
+_LATENT_HEADS = (  # heads, nope, rope, v: DeepSeek V3's, GLM 4.7 Flash's, MiniCPM 3's, Mistral 4's, and other widths
+    (128, 128, 64, 128), (20, 192, 64, 256), (40, 64, 32, 64), (32, 64, 64, 128), (3, 74, 6, 16),
+)  # fmt: skip
+
+
+def _latent_calls() -> Iterator[CoveringCall]:
+    """All heads, in pairs and halves; the other type, documents, and what is frozen at the first."""
+    for heads in _LATENT_HEADS:
+        yield _latent_call(heads, option="interleaved")
+    yield _latent_call(_LATENT_HEADS[0], torch.float16)
+    for option in ("", "documents", "not rotated", "frozen q", "frozen kv", "frozen k_rope", "frozen keys"):
+        yield _latent_call(_LATENT_HEADS[0], option=option)
+
+
+def _latent_call(sizes: tuple[int, int, int, int], dtype: torch.dtype = torch.bfloat16, option: str = "") -> CoveringCall:
+    heads, nope, rope, V = sizes
+
+    def run() -> Tensor:
+        B = 1 if option == "documents" else 4
+        q = meta(B, 512, heads, nope + rope, dtype=dtype, requires_grad=option != "frozen q")
+        kv = meta(B, 512, heads, nope + V, dtype=dtype, requires_grad=option not in ("frozen kv", "frozen keys"))
+        k_rope = meta(B, 512, rope, dtype=dtype, requires_grad=option not in ("frozen k_rope", "frozen keys"))
+        table = None if option == "not rotated" else meta(512, rope // 2, dtype=torch.float32, requires_grad=False)
+        bounds = meta(9, dtype=torch.int32, requires_grad=False) if option == "documents" else None
+        given: dict[str, Any] = {"interleaved": option == "interleaved", "cu_seqlens": bounds, "backend": "triton"}
+        return latent_attention(q, kv, k_rope, cos=table, sin=table, **given)
+
+    label = f"latent_attention {heads}x{nope + rope}/{V}"
+    return CoveringCall(" ".join(filter(None, (label, option))), dtype, run)

@@ -37,7 +37,7 @@ def shard_rope(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> La
     for name in ("q", "k"):
         inputs[name] = rows if rows != WHOLE else heads if at[name] == heads else WHOLE
     for name in ("cos", "sin"):
-        inputs[name] = _of_table(given[name], rows, q.dim() - 3)
+        inputs[name] = table_split(given[name], rows, q.dim() - 3)
     gradients = {f"{name}_weight": sum_over(inputs[name]) for name in ("q", "k")}
     return Layout(inputs, gradients, [split_output(inputs["q"], q), split_output(inputs["k"], k)])
 
@@ -46,7 +46,7 @@ def shard_attention(given: dict[str, Any], at: Mapping[str, Split], ranks: int) 
     """Sequences are divided. A qkv divided by columns is gathered, as one rank's are no heads, and then heads are divided."""
     qkv, heads = given["qkv"], given["heads"]
     groups = heads if given["groups"] is None else given["groups"]
-    tables = {name: _of_table(given[name], WHOLE, 1) for name in ("cos", "sin")}
+    tables = {name: table_split(given[name], WHOLE, 1) for name in ("cos", "sin")}
     options = {"overwrite": False}  # it is the DTensor's memory
     if at["qkv"] == qkv.dim() - 1:
         if groups % ranks:
@@ -58,12 +58,12 @@ def shard_attention(given: dict[str, Any], at: Mapping[str, Split], ranks: int) 
         return Layout(inputs, sums, y, options=options, adapt=own)
     rows: Split = 0 if at["qkv"] == 0 and given["cu_seqlens"] is None else WHOLE
     if rows == 0:
-        tables = {name: _of_table(given[name], 0, 1) for name in ("cos", "sin")}
+        tables = {name: table_split(given[name], 0, 1) for name in ("cos", "sin")}
     inputs = {"qkv": rows, **all_as(WHOLE, "sinks", "cu_seqlens", *_NORMS), **tables}
     return Layout(inputs, all_as(sum_over(rows), "sinks", *_NORMS), split_output(rows, qkv), options=options)
 
 
-def _of_table(table: Tensor | None, rows: Split, sequence: int) -> Split:
+def table_split(table: Tensor | None, rows: Split, sequence: int) -> Split:
     """How a table [..., S, R/2] is divided where S is that dimension of q: it may have fewer dimensions, or sizes of 1."""
     if table is None or rows == WHOLE:
         return WHOLE
