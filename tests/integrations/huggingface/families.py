@@ -33,9 +33,9 @@ def both(family="Llama", *, main_grad=False, release_main_grad=False, precision=
     return model, before, applied
 
 
-def assert_documents_are_apart(family, lengths, tolerance, apply=huggingface.apply):
+def assert_documents_are_apart(family, lengths, tolerance, apply=huggingface.apply, **options):
     """Compare documents of these lengths in one row, with their boundaries, and each alone."""
-    model = made(family).eval()
+    model = made(family, **options).eval()
     apply(model)
     ids = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(5))
     boundaries = torch.tensor([0, *lengths]).cumsum(0)

@@ -63,7 +63,7 @@ def test_a_model_calls_it(family, monkeypatch):
     monkeypatch.setattr(convolutions, "causal_conv1d", lambda *a, **k: calls.append(k["activation"]) or stock(*a, **k))
     model = made(family)
     before, applied = copy.deepcopy(model), huggingface.apply(model)
-    rows = [row for row in applied.rows if row.by in ("causal_conv1d", "causal_conv1d, gated_delta_rule")]
+    rows = [row for row in applied.rows if (row.by or "").startswith("causal_conv1d")]
     for given in (batch(), batch(masked=True)):
         assert_alike(step(model, **given), step(before, **given))
     assert calls == [None if family == "Lfm2" else "silu"] * 2 * len(rows) and rows
@@ -113,7 +113,7 @@ def all_is_right(applied):
     for family in ("NemotronH", "Lfm2"):
         model = made(family)
         before = copy.deepcopy(model)
-        assert "causal_conv1d" in {row.by for row in applied.apply(model).rows}
+        assert any((row.by or "").startswith("causal_conv1d") for row in applied.apply(model).rows)
         assert_alike(step(model, **batch()), step(before, **batch()))
     stock, modeling_lfm2.causal_conv1d_fn = modeling_lfm2.causal_conv1d_fn, NEARLY["no activation"]
     try:

@@ -88,6 +88,15 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by the name of the configuration's cl
         "n_groups": 1, "chunk_size": 8,
     },
     "FalconH1": SMALL | _MAMBA_2 | {"mamba_d_head": 8, "mamba_d_ssm": 32, "head_dim": 8},
+    "Mamba2": {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8,
+        "n_groups": 2, "chunk_size": 8,
+    },
+    "Bamba": SMALL | _MAMBA_2 | {"mamba_d_head": 16, "attn_layer_indices": [1]},
+    "Zamba2": SMALL | {
+        "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 2, "chunk_size": 8, "num_mem_blocks": 1,
+        "layers_block_type": ["mamba", "hybrid"], "adapter_rank": 4,
+    },
     "Lfm2": SMALL | {"layer_types": ["conv", "full_attention"]},
     "Cohere": SMALL,
     "StableLm": SMALL,

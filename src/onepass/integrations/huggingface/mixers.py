@@ -1,4 +1,4 @@
-"""Mixers of hybrids: a module's own code runs with onepass's convolution and delta rule in place of the model's functions."""
+"""Mixers of hybrids: their own code runs with onepass's convolution, delta rule or scan in place of the model's functions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from onepass.integrations.huggingface.delta_rules import DELTA_RULE, delta_rule_
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward
 from onepass.integrations.huggingface.rotation import globals_with, with_globals
+from onepass.integrations.huggingface.scans import SCAN, WHOLE_MIXER, declines, declining, is_scan, scan_of
 from onepass.integrations.huggingface.snapshot import CODE_CHANGED, Snapshot
 
 
@@ -22,12 +23,14 @@ class _Known(NamedTuple):
 
     is_it: Callable[[Callable[..., Any]], bool]
     ours: Callable[[Callable[..., Any]], Callable[..., Any]]
-    op: str
+    op: str = ""  # none: it only makes way for the others
 
 
 _KNOWN = {
     CONVOLUTION: _Known(is_causal_convolution, convolution_of, "causal_conv1d"),
     DELTA_RULE: _Known(is_delta_rule, delta_rule_of, "gated_delta_rule"),
+    SCAN: _Known(is_scan, scan_of, "mamba_chunk_scan"),
+    WHOLE_MIXER: _Known(declines, declining),
 }
 
 
@@ -66,10 +69,11 @@ def replace_mixers(model: nn.Module, patches: Patches) -> list[AppliedRow]:
             if not right[stock]:
                 rows.append(AppliedRow(name, kind, "qkv", why=f"its {each} computes something else"))
         names = tuple(each for each, stock in called.items() if right[stock])
-        if names:
+        ops = [op for each in names if (op := _KNOWN[each].op)]
+        if ops:
             match = MixerMatch(module, names, _with_ours(forward, names), Snapshot(code=forward))
             patches.set_forward(module, _forward, match)
-            rows.append(AppliedRow(name, kind, "qkv", by=", ".join(_KNOWN[each].op for each in names), match=match))
+            rows.append(AppliedRow(name, kind, "qkv", by=", ".join(ops), match=match))
     return rows
 
 
