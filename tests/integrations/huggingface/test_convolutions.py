@@ -19,7 +19,7 @@ from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import convolutions
 from onepass.integrations.huggingface.convolutions import is_causal_convolution
 
-HYBRIDS = ("Qwen3Next", "Qwen3_5Text", "NemotronH", "GraniteMoeHybrid", "FalconH1", "Lfm2")
+HYBRIDS = ("Qwen3Next", "NemotronH", "GraniteMoeHybrid", "FalconH1", "Lfm2")
 LENGTHS = (7, 5, 1, 11)
 
 

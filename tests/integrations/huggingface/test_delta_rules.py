@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 from integrations.huggingface.families import VOCABULARY, assert_alike, assert_documents_are_apart, batch, made, mutant_of, step
-from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import onepass
 from onepass.integrations import huggingface
@@ -17,9 +17,9 @@ from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import delta_rules
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE, delta_rule_of, is_delta_rule
 
-if not hasattr(modeling_qwen3_5, DELTA_RULE):
+if not hasattr(modeling_qwen3_next, DELTA_RULE):
     pytest.skip(f"transformers' models have no {DELTA_RULE}", allow_module_level=True)
-stock = getattr(modeling_qwen3_5, DELTA_RULE).__wrapped__
+stock = getattr(modeling_qwen3_next, DELTA_RULE).__wrapped__
 BOTH = "causal_conv1d, gated_delta_rule"
 LENGTHS = (7, 5, 1, 70)
 
@@ -58,16 +58,15 @@ def test_what_is_nearly_the_rule(name):
 
 
 def test_a_function_that_is_another_is_the_models_own(monkeypatch):
-    monkeypatch.setattr(modeling_qwen3_5, DELTA_RULE, NEARLY["no decay"])
-    rows = [row for row in huggingface.apply(made("Qwen3_5Text")).rows if row.kind.endswith("GatedDeltaNet")]
+    monkeypatch.setattr(modeling_qwen3_next, DELTA_RULE, NEARLY["no decay"])
+    rows = [row for row in huggingface.apply(made("Qwen3Next")).rows if row.kind.endswith("GatedDeltaNet")]
     assert {row.why or row.by for row in rows} == {f"its {DELTA_RULE} computes something else", "causal_conv1d"}
 
 
-@pytest.mark.parametrize("family", ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText"))
-def test_a_model_calls_it(family, monkeypatch):
+def test_a_model_calls_it(monkeypatch):
     calls, ours = [], delta_rules.gated_delta_rule
     monkeypatch.setattr(delta_rules, "gated_delta_rule", lambda *a, **k: calls.append(1) or ours(*a, **k))
-    model = made(family)
+    model = made("Qwen3Next")
     before, applied = copy.deepcopy(model), huggingface.apply(model)
     rows = [row for row in applied.rows if row.by == BOTH]
     for given in (batch(), batch(masked=True)):
@@ -82,11 +81,11 @@ def test_a_model_calls_it(family, monkeypatch):
 
 
 def test_documents_are_apart():
-    assert_documents_are_apart("Qwen3_5Text", LENGTHS, 1e-4)
+    assert_documents_are_apart("Qwen3Next", LENGTHS, 1e-4)
 
 
 def test_a_prompt_s_states_are_the_model_s():
-    model = made("Qwen3_5Text").eval()
+    model = made("Qwen3Next").eval()
     ids = torch.randint(3, VOCABULARY, (2, 70), generator=torch.Generator().manual_seed(1))
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
     huggingface.apply(model)
@@ -107,15 +106,15 @@ def test_boundaries_beside_several_rows_are_the_models_own():
 
 
 def all_is_right(applied):
-    assert_documents_are_apart("Qwen3_5Text", LENGTHS, 1e-4, applied.apply)
-    model = made("Qwen3_5Text")
+    assert_documents_are_apart("Qwen3Next", LENGTHS, 1e-4, applied.apply)
+    model = made("Qwen3Next")
     before = copy.deepcopy(model)
     assert BOTH in {row.by for row in applied.apply(model).rows}
     assert_alike(step(model, **batch()), step(before, **batch()))
     for name in ("no state", "a state transposed", "no decay"):
-        model, function = made("Qwen3_5Text"), NEARLY[name]
+        model, function = made("Qwen3Next"), NEARLY[name]
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(modeling_qwen3_5, DELTA_RULE, function)
+            patched.setattr(modeling_qwen3_next, DELTA_RULE, function)
             assert BOTH not in {row.by for row in applied.apply(model).rows}
 
 

@@ -53,9 +53,7 @@ def delta_rule_of(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(query, key, value, g=g, beta=beta, **given, **others)
         if use_qk_l2norm_in_kernel:
             query, key = _of_length_one(query), _of_length_one(key)
-        found = gated_delta_rule(
-            query, key, value, g, beta, cu_seqlens=None if cu_seqlens is None else cu_seqlens.int(), **given
-        )
+        found = gated_delta_rule(query, key, value, g, beta, cu_seqlens=None if cu_seqlens is None else cu_seqlens.int(), **given)
         return found if output_final_state else (found, None)
 
     return correct

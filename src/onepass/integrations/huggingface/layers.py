@@ -214,9 +214,7 @@ def _as_child(function: Any, returns_tuple: bool) -> Any:
     return called
 
 
-def _shapes(
-    module: nn.Module, mixer: str, mlps: tuple[str, ...], norms: list[str], dropouts: list[str]
-) -> Iterator[LayerNames]:
+def _shapes(module: nn.Module, mixer: str, mlps: tuple[str, ...], norms: list[str], dropouts: list[str]) -> Iterator[LayerNames]:
     numbers = [name for name, value in vars(module).items() if isinstance(value, float) and value != 1.0]
     for first, second, *after in permutations(norms):
         for later in [after] if after else product([None, *dropouts], repeat=2):

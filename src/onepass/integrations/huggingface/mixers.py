@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from onepass.integrations.huggingface.convolutions import CONVOLUTION, convolution_of, is_causal_convolution
+from onepass.integrations.huggingface.delta_mixers import DeltaMixer, find_delta_mixer
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE, delta_rule_of, is_delta_rule
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward
@@ -42,6 +43,7 @@ class MixerMatch:
     names: tuple[str, ...]
     original: Callable[..., Any]  # a copy of its class's forward that calls onepass's
     snapshot: Snapshot
+    whole: DeltaMixer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"original": None}  # with_globals' function can't be pickled
@@ -50,6 +52,10 @@ class MixerMatch:
         vars(self).update(state)
         self.original = _with_ours(type(self.module).forward, self.names)
 
+    def words(self) -> str:
+        ops = [op for each in self.names if (op := _KNOWN[each].op)]
+        return ", ".join(ops if self.whole is None else [*ops, "delta_gates", "gated_norm_linear"])
+
     def change(self) -> str | None:
         return None if self.snapshot.has_code_of(self.module) else CODE_CHANGED
 
@@ -57,6 +63,7 @@ class MixerMatch:
 def replace_mixers(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     rows = []
     right: dict[Any, bool] = {}
+    wholes: list[DeltaMixer] = []
     for name, module in model.named_modules():
         forward, kind = type(module).forward, type(module).__name__
         called = {each: found[each] for each in _KNOWN if each in (found := globals_with(each, forward))}
@@ -69,11 +76,14 @@ def replace_mixers(model: nn.Module, patches: Patches) -> list[AppliedRow]:
             if not right[stock]:
                 rows.append(AppliedRow(name, kind, "qkv", why=f"its {each} computes something else"))
         names = tuple(each for each, stock in called.items() if right[stock])
-        ops = [op for each in names if (op := _KNOWN[each].op)]
-        if ops:
-            match = MixerMatch(module, names, _with_ours(forward, names), Snapshot(code=forward))
-            patches.set_forward(module, _forward, match)
-            rows.append(AppliedRow(name, kind, "qkv", by=", ".join(ops), match=match))
+        if any(_KNOWN[each].op for each in names):
+            whole = find_delta_mixer(module, wholes) if {CONVOLUTION, DELTA_RULE} <= set(names) else None
+            match = MixerMatch(module, names, _with_ours(forward, names), Snapshot(code=forward), whole)
+            if whole is not None:
+                wholes.append(whole)
+                whole.inputs.replace(patches)
+            patches.set_forward(module, _forward if whole is None else _whole_forward, match)
+            rows.append(AppliedRow(name, kind, "qkv", by=match.words(), match=match))
     return rows
 
 
@@ -84,3 +94,10 @@ def _with_ours(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[
 def _forward(self: Any, *args: Any, **options: Any) -> Any:
     match: MixerMatch = self._onepass
     return (match.original if match.change() is None else type(self).forward)(self, *args, **options)
+
+
+def _whole_forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    whole: DeltaMixer = self._onepass.whole
+    if whole.suits(hidden_states, args, options):
+        return whole(hidden_states, options)
+    return _forward(self, hidden_states, *args, **options)
