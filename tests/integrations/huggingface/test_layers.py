@@ -14,7 +14,7 @@ from integrations.huggingface.families import assert_alike, batch, made, mutant_
 import onepass
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
-from onepass.integrations.huggingface import delta_rules, layers
+from onepass.integrations.huggingface import delta_mixers, delta_rules, layers
 from onepass.integrations.huggingface.layers import LayerMatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE scaling factor", "ignore:.*gradient_checkpointing:FutureWarning")
@@ -210,7 +210,8 @@ def test_every_layer_of_a_hybrid(family, monkeypatch):
 @pytest.mark.parametrize("family", ("Qwen3_5Text", "Lfm2", "Granite"))
 def test_in_bf16_by_kernels_it_is_as_near(family, monkeypatch):
     by_formula = partial(delta_rules.gated_delta_rule, backend="torch")  # whose kernels are wheels', and want a GPU
-    monkeypatch.setattr(delta_rules, "gated_delta_rule", by_formula)
+    for code in (delta_rules, delta_mixers):
+        monkeypatch.setattr(code, "gated_delta_rule", by_formula)
     model = made(family)
     before, _ = copy.deepcopy(model), huggingface.apply(model)
     given = batch() | {"use_cache": False}
