@@ -1,4 +1,4 @@
-"""Layers whose norms join the residual's sums, with any mixer, two MLPs, tuples or factors; and others that only look so."""
+"""Layers whose norms join sums or products, whatever else their code makes of its children; and others that only look so."""
 
 import copy
 from functools import partial
@@ -14,7 +14,8 @@ from integrations.huggingface.families import assert_alike, batch, made, mutant_
 import onepass
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import applied as applied_module
-from onepass.integrations.huggingface import delta_mixers, delta_rules, layers
+from onepass.integrations.huggingface import delta_mixers, delta_rules, layer_steps, layer_trace, layers
+from onepass.integrations.huggingface.layer_steps import FoldedCall
 from onepass.integrations.huggingface.layers import LayerMatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE scaling factor", "ignore:.*gradient_checkpointing:FutureWarning")
@@ -58,12 +59,40 @@ class Pair(nn.Module):
         return self.out(x).flatten(0, 1), x.mean()
 
 
+class Whole(Pair):
+    def forward(self, x):
+        return self.out(x), x.mean()
+
+
+class Scores(nn.Module):
+    """A router: returns scores, weights and choices."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, rows):
+        scores = self.out(rows)
+        return scores, scores.sigmoid(), scores.cos()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, rows, choices, weights):
+        assert rows.dim() == 2
+        return self.out(rows * choices) + 0.5 * weights
+
+
 def layer_of(formula, second=Widen, **more):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.norm, self.norm_2, self.mix = nn.LayerNorm(16), nn.LayerNorm(16), Mixer()
-            self.mlp, self.factor = second(), 0.5
+            self.mlp, self.factor, self.gain = second(), 0.5, nn.Parameter(torch.full((16,), 0.7))
+            self.register_buffer("scalar", torch.full((1,), 1.5))
             for name, kind in more.items():
                 setattr(self, name, kind())
 
@@ -94,14 +123,6 @@ def of_tuples(s, x, scale):
     return h + s.mlp(s.norm_2(h))[0].view(h.shape)
 
 
-LAYERS = {
-    "another mixer": lambda: layer_of(twice),
-    "a factor": lambda: layer_of(scaled),
-    "two MLPs": lambda: layer_of(summed, other=Widen),
-    "a tuple, of rows": lambda: layer_of(of_tuples, Pair),
-}
-
-
 def only_one_scaled(s, x, scale):
     h = x + s.factor * s.mix(s.norm(x), scale=scale)
     return h + s.mlp(s.norm_2(h))
@@ -123,6 +144,67 @@ def scaled_whole(s, x, scale):
     return s.factor * (h + s.mlp(s.norm_2(h)))
 
 
+def with_a_gain(s, x, scale):
+    h = x + s.gain * s.mix(s.norm(x), scale=scale)
+    h = h + s.mlp(s.norm_2(h))
+    h *= s.scalar
+    return h
+
+
+def with_routed_experts(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale)
+    rows = h.reshape(-1, h.shape[-1])
+    _, weights, choices = s.router(rows)
+    return h + s.mlp(s.norm_2(h)) + s.experts(rows, choices, weights).view(h.shape)
+
+
+def of_the_norms_type(s, x, scale):
+    h = x + s.mix(s.norm(x.to(s.norm.weight.dtype)), scale=scale)
+    return h + s.mlp(s.norm_2(h))
+
+
+def beside_each_other(s, x, scale):
+    n = s.norm(x)
+    h = x + (s.mix(n, scale=scale) * s.factor + s.other(n * 2))
+    return (h + s.mlp(s.norm_2(h)),)
+
+
+def returning_either(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale)
+    made = s.mlp(s.norm_2(h))
+    return h + (made[0] if isinstance(made, tuple) else made)
+
+
+def scale_by_another_name(s, x, scale):
+    h = x + s.other(s.mix(s.norm(x), scale))
+    return s.norm_2(h.contiguous()) + nn.functional.dropout(h, 0.0, s.training)
+
+
+def another_child_for_a_scale(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale)
+    return h + (s.mlp if scale == 1.0 else s.other)(s.norm_2(h))
+
+
+LAYERS = {
+    "another mixer": lambda: layer_of(twice),
+    "a factor": lambda: layer_of(scaled),
+    "two MLPs": lambda: layer_of(summed, other=Widen),
+    "a tuple, of rows": lambda: layer_of(of_tuples, Pair),
+    "one of two scaled": lambda: layer_of(only_one_scaled),
+    "the second MLP reads x": lambda: layer_of(second_reads_x, other=Widen),
+    "a normed residual": lambda: layer_of(normed_residual),
+    "scaled whole": lambda: layer_of(scaled_whole),
+    "parameters and buffers": lambda: layer_of(with_a_gain),
+    "experts beside the MLP": lambda: layer_of(with_routed_experts, router=Scores, experts=Experts),
+    "the norm's type": lambda: layer_of(of_the_norms_type),
+    "two mixers, and a tuple of its own": lambda: layer_of(beside_each_other, other=Widen),
+    "a tuple or not: a tuple": lambda: layer_of(returning_either, Whole),
+    "a tuple or not: none": lambda: layer_of(returning_either),
+    "an argument that changes it": lambda: layer_of(another_child_for_a_scale, other=Widen),
+    "arguments by place": lambda: layer_of(scale_by_another_name, other=Widen),
+}
+
+
 def post_norms(s, x, scale):
     h = x + s.norm(s.mix(x, scale=scale))
     return h + s.norm_2(s.mlp(h))
@@ -134,13 +216,52 @@ def a_difference(s, x, scale):
     return h + s.mlp(n) - s.other(n)
 
 
+def another_function(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale).sigmoid()
+    return h + s.mlp(s.norm_2(h))
+
+
+def as_a_tensor_says(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale)
+    return h + s.mlp(s.norm_2(h)) * (2.0 if s.scalar.item() > 1 else 3.0)
+
+
+def less_in_training(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale) * (0.5 if s.training else 1.0)
+    return h + s.mlp(s.norm_2(h))
+
+
+def as_many_as_tokens(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale) * (1.0 / x.shape[1])
+    return h + s.mlp(s.norm_2(h))
+
+
+def in_another_type(s, x, scale):
+    h = x.double() + s.mix(s.norm(x), scale=scale)
+    return (h + s.mlp(s.norm_2(h.float()))).float()
+
+
+def a_mean_of_its_own(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale)
+    return h + s.mlp(s.norm_2(h)) * h.mean()
+
+
+def otherwise_of_tuples(s, x, scale):
+    h = x + s.mix(s.norm(x), scale=scale)
+    made = s.mlp(s.norm_2(h))
+    return h + (made[0].view(h.shape) if isinstance(made, tuple) else made)
+
+
 NEARLY = {
-    "one of two scaled": lambda: layer_of(only_one_scaled),
-    "the second MLP reads x": lambda: layer_of(second_reads_x, other=Widen),
-    "a normed residual": lambda: layer_of(normed_residual),
-    "scaled whole": lambda: layer_of(scaled_whole),
+    "another shape of a tuple's": lambda: layer_of(otherwise_of_tuples, Pair),
     "norms after": lambda: layer_of(post_norms),
     "a difference of MLPs": lambda: layer_of(a_difference, other=Widen),
+    "another function": lambda: layer_of(another_function),
+    "what a tensor says": lambda: layer_of(as_a_tensor_says),
+    "less in training": lambda: layer_of(less_in_training),
+    "a factor of the tokens": lambda: layer_of(as_many_as_tokens),
+    "a sum in another type": lambda: layer_of(in_another_type),
+    "a mean of its own": lambda: layer_of(a_mean_of_its_own),
 }
 
 
@@ -151,7 +272,7 @@ def assert_layer(layer, known, apply=huggingface.apply):
     applied = apply(model)
     (row,) = (row for row in applied.rows if row.kind == "Layer")
     assert (RESIDUAL in (row.by or "")) is known
-    assert known or row.why == "its norms stay apart: what it makes of its children is not known"
+    assert known or row.why.startswith("its norms stay apart: ")
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(3))
     for options in ({}, {"scale": 2.0}):
         ys = []
@@ -159,8 +280,9 @@ def assert_layer(layer, known, apply=huggingface.apply):
             each.zero_grad()
             given = x.clone().requires_grad_()
             y = each(given, **options)
+            y = y[0] if isinstance(y, tuple) else y
             y.square().sum().backward()
-            ys.append([y.detach(), given.grad, *(p.grad for p in each.parameters())])
+            ys.append([y.detach(), given.grad, *(p.grad for p in each.parameters() if p.grad is not None)])
         for found, expected in zip(*ys, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -173,6 +295,56 @@ def test_layers_that_nobody_has_heard_of(name):
 @pytest.mark.parametrize("name", NEARLY)
 def test_what_is_nearly_one_is_left(name):
     assert_layer(NEARLY[name](), False)
+
+
+def test_what_layers_are_given():
+    """Cross-attention's layers read something else than the norm's output, and a tensor may not be there."""
+    from transformers import MBartConfig, MBartForConditionalGeneration
+
+    config = MBartConfig(
+        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    model = MBartForConditionalGeneration(config).train()
+    before, applied = copy.deepcopy(model), huggingface.apply(model)
+    assert {row.kind for row in applied.replaced if RESIDUAL in row.by} == {"MBartEncoderLayer", "MBartDecoderLayer"}
+    folded = {step.call.name for step in model.model.decoder.layers[0]._onepass.program.steps if isinstance(step, FoldedCall)}
+    assert folded == {"self_attn"}
+    assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+class Output(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, hidden_states, other=None):
+        return self.norm(self.dense(hidden_states) + (0.0 if other is None else other))
+
+
+def test_a_layer_of_two_inputs():
+    model = nn.Sequential(Output())
+    before, applied = copy.deepcopy(model), huggingface.apply(model)
+    assert [row.by for row in applied.replaced] == ["layer_norm", f"layer_norm, {RESIDUAL}"]
+    x, other = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    for given in (other, None, 2.0):  # by its own code where it is no tensor
+        expected = before[0](x, given)
+        torch.testing.assert_close(model[0](x, other=given), expected)
+        torch.testing.assert_close(model[0](hidden_states=x, other=given), expected)
+    assert model[0]._onepass.given(x, (other,), {}) == {"other": other}
+    assert model[0]._onepass.given(x, (), {"other": None}) is None
+
+
+def test_a_type_that_the_norm_has_not():
+    another_type_is_right(huggingface.apply)
+
+
+def another_type_is_right(apply):
+    layer = layer_of(of_the_norms_type)
+    before, _ = copy.deepcopy(layer).double(), apply(nn.Sequential(layer))
+    x = torch.randn(2, 5, 16)
+    assert layer._onepass.given(x, (), {}) == {} and layer.double()._onepass.given(x, (), {}) is None
+    torch.testing.assert_close(layer(x), before(x))
 
 
 def test_another_factor_is_noticed():
@@ -231,16 +403,22 @@ def all_layers_are_right(applied):
         assert_layer(LAYERS[name](), True, applied.apply)
     for name in NEARLY:
         assert_layer(NEARLY[name](), False, applied.apply)
+    another_type_is_right(applied.apply)
 
 
 MUTANTS = {
-    "the factor once": ("LayerMatch._then", "x if self.shape.factor is None else", "x if True else"),
-    "one MLP": ("LayerMatch._mlp", "made = made + other(normed)", "made = made"),
-    "rows as they come": ("LayerMatch._then", "x = x.view(shape)", "x = x"),
-    "the tuple's second": ("LayerMatch._then", "made[0] if", "made[1] if"),
-    "any result": ("_shape_of", "all(close(each, expected) for each in results)", "True"),
-    "the first alone": ("_formula", "h + then(shape.after_mlp", "h + 0 * then(shape.after_mlp"),
-    "no arguments": ("AttentionArguments.handed_on", "passed[name] = value", "pass"),
+    "a factor of another": (layer_steps, "Scaled", "* self.factor", "* (self.factor or 1) ** 2"),
+    "a sum of one": (layer_steps, "Sum", "values[self.a] + values[self.b]", "values[self.a] + values[self.a]"),
+    "rows as they come": (layer_steps, "Shaped", "a.flatten(0, -2)", "a"),
+    "the tuple's second": (layer_steps, "ChildCall.keep", "made[item] if items", "made[item + 1] if items"),
+    "a tuple whole": (layer_steps, "ChildCall.keep", "self.is_tuple or (self.may_be_tuple and", "self.is_tuple or (False and"),
+    "the sum without the residual": (layer_steps, "ChildNorm.run", "self.match(x, residual)", "self.match(x), x"),
+    "any result": (layer_trace, "_alike", "all(close(each, other) for each, other in pairs)", "True"),
+    "what a tensor says": (layers, "replace_layers", ".own_tensors:", ".own_tensors and False:"),
+    "whatever an argument does": (layer_trace, "_places", "if one != two:", "if False:"),
+    "the first shape that comes": (layer_trace, "_verified", "or as_before != base.steps", ""),
+    "no arguments": (layer_trace, "LayerArguments.given", "passed[name] = value", "pass"),
+    "the input as it is": (layers, "LayerMatch.given", "is not x.dtype", "is None"),
 }
 
 
@@ -248,6 +426,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, monkeypatch):
     all_layers_are_right(applied_module)
-    mutant = mutant_of(monkeypatch, layers, *MUTANTS[name])
-    with pytest.raises((AssertionError, AttributeError, RuntimeError, ValueError)):
+    mutant = mutant_of(monkeypatch, *MUTANTS[name])
+    with pytest.raises((AssertionError, AttributeError, RuntimeError, TypeError, ValueError)):
         all_layers_are_right(mutant)

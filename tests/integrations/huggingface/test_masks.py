@@ -163,10 +163,10 @@ def seen(monkeypatch):
     found = []
     stock = LayerMatch.__call__
 
-    def called(layer, x, handed_on):
-        mask = handed_on["attention_mask"]
+    def called(layer, x, given):
+        mask = given["attention_mask"]
         found.append(None if mask is None else tuple(mask.shape))
-        return stock(layer, x, handed_on)
+        return stock(layer, x, given)
 
     def call(model, **given):
         found.clear()

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
 from onepass.integrations.huggingface.interfaces import NOTHING, marker_of, window_of
-from onepass.integrations.huggingface.layers import LayerMatch, adds_tensors, arguments_of
+from onepass.integrations.huggingface.layer_trace import hands_on
+from onepass.integrations.huggingface.layers import LayerMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, own_forward, parameters_of, probe, probe_forward, shallow
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
@@ -218,11 +219,8 @@ def find_mask_path(layer: nn.Module) -> MaskPath | None:
         return None
     name, attention = attentions[0]
     with reads_of(layer) as reads:
-        arguments = arguments_of(layer, name)
-        if adds_tensors(layer, name):
+        if not hands_on(layer, name, _MASK):
             return None
-    if _MASK not in arguments.passed and (_MASK in arguments.names or not arguments.others_too):
-        return None
     return MaskPath(layer, name, attention, match, reads.snapshot())
 
 
