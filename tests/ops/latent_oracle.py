@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from ops import attention_oracle
-from ops.oracle import BF16, DEVICE, FP16, NamedCase, broken, laid_out, replaced
+from ops.oracle import BF16, DEVICE, FP16, NamedCase, broken, heads_laid_out, replaced
 from ops.packed_oracle import packed_attention, rotated
 
 from onepass.testing.budget import BudgetReport, compare
@@ -135,7 +135,7 @@ def as_named(case: Case, y, dq, dkv, dk_rope):
 
 
 def computed(module, case: Case, tensors, tables, dy, backend: str = "triton"):
-    leaves = [laid_out(x, case.layout).detach().requires_grad_() for x in tensors]
+    leaves = [heads_laid_out(x, case.layout).detach().requires_grad_() for x in tensors]
     y = module.latent_attention(*leaves, **tables, **case.options, backend=backend)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
@@ -181,6 +181,7 @@ def small_cases() -> list[Case]:
         packed((7, 0, 20, 1, 22), interleaved=True),
         packed((16, 33), each=True, V=32),
         replace(case, B=1, S=1),
+        replace(case, layout="part"),
     ]
 
 

@@ -102,17 +102,17 @@ def test_checkpointing_and_compiling_change_nothing(backend):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-def test_a_slice_of_the_down_projection_is_read_where_it_lies(monkeypatch):
+def test_slices_of_one_product_are_read_where_they_lie(monkeypatch):
     pytest.importorskip("triton")
     made, tables = tensors()
-    whole = torch.randn(2, 19, 40, device=DEVICE).to(BF16)
-    seen = []
+    whole = torch.randn(2, 19, 96 + 40, device=DEVICE).to(BF16)
+    q, k_rope, seen = whole[..., :96].unflatten(-1, (3, 32)), whole[..., 128:], []
     kernels = importlib.import_module("onepass.ops.attention.latent_kernels")
     real = kernels._bind
-    monkeypatch.setattr(kernels, "_bind", lambda sizes, row, back: seen.append(row) or real(sizes, row, back))
-    found = onepass.latent_attention(*made[:2], whole[..., 32:], **tables, backend="triton")
-    assert seen == [40]
-    assert found.equal(onepass.latent_attention(*made[:2], whole[..., 32:].contiguous(), **tables, backend="triton"))
+    monkeypatch.setattr(kernels, "_bind", lambda sizes, rows, back: seen.append(rows) or real(sizes, rows, back))
+    found = onepass.latent_attention(q, made[1], k_rope, **tables, backend="triton")
+    assert seen == [(136, 136)]
+    assert found.equal(onepass.latent_attention(q.contiguous(), made[1], k_rope.contiguous(), **tables, backend="triton"))
 
 
 # ---- what is refused, and what is said ----

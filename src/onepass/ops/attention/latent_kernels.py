@@ -30,7 +30,7 @@ def _copy(x_head, y_head, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def _arrange_kernel(
-    keys_ptr, values_ptr, queries_ptr, q_ptr, kv_ptr, k_rope_ptr, cos_ptr, sin_ptr, M, ROWS, ROPE_ROW,
+    keys_ptr, values_ptr, queries_ptr, q_ptr, kv_ptr, k_rope_ptr, cos_ptr, sin_ptr, M, ROWS, Q_ROW, ROPE_ROW,
     HEADS: tl.constexpr, NOPE: tl.constexpr, P: tl.constexpr, V: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -53,13 +53,14 @@ def _arrange_kernel(
         there = token & inside_row(heads, HEADS, HEADS % BLOCK_H == 0)[None, :, None]
         head = tokens[:, None, None] * HEADS + heads[None, :, None]
         at, at_kv, at_v = head * (NOPE + 2 * P), head * (NOPE + V), head * V
+        at_q = tokens[:, None, None] * Q_ROW + heads[None, :, None] * (NOPE + 2 * P)
         if q_ptr is not None:
-            x1, x2 = load_pairs(q_ptr + at + NOPE, there, P, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_P)
+            x1, x2 = load_pairs(q_ptr + at_q + NOPE, there, P, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_P)
             if cos_ptr is not None:
                 x1, x2 = rotate_pair(x1, x2, cos, sin, BACK)
             store_pairs(queries_ptr + at + NOPE, there, x1, x2, P, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_P)
             if not BACK:
-                _copy(q_ptr + at, queries_ptr + at, there, NOPE, BLOCK_N)
+                _copy(q_ptr + at_q, queries_ptr + at, there, NOPE, BLOCK_N)
         if BACK:
             x1, x2 = load_pairs(keys_ptr + at + NOPE, there, P, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_P)
             k1 += tl.sum(x1, 1)[:, None, :]
@@ -118,9 +119,10 @@ class LatentSizes(NamedTuple):
 
 
 @lru_cache(1024)
-def _bind(sizes: LatentSizes, rope_row: int, back: bool) -> tuple[Bound, int]:
+def _bind(sizes: LatentSizes, rows: tuple[int, int], back: bool) -> tuple[Bound, int]:
+    """rows: distances from token to token of q and of k_rope."""
     tiles = arrange_tiles(*sizes[:4])
-    bound: Bound = _arrange_kernel.bind(rope_row, *sizes, back, *tiles)
+    bound: Bound = _arrange_kernel.bind(*rows, *sizes, back, *tiles)
     return bound, tiles.block_s
 
 
@@ -129,9 +131,9 @@ def arrange(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tens
     B, S, H, _ = q.shape
     queries, keys = (q.new_empty(B, S, H, sizes.width) for _ in range(2))
     values = q.new_empty(B, S, H, sizes.values)
-    k_rope, row = as_rows(k_rope)
-    launch, block = _bind(sizes, row, False)
-    given = keys, values, queries, q.contiguous(), kv.contiguous(), k_rope
+    (q, q_row), (k_rope, rope_row) = as_rows(q.flatten(2)), as_rows(k_rope)  # slices of a product are read where they lie
+    launch, block = _bind(sizes, (q_row, rope_row), False)
+    given = keys, values, queries, q, kv.contiguous(), k_rope
     launch((ceil_div(B * S, block), 1, 1), *given, *_tables(cos, sin), B * S, _rows(cos, S))
     return queries, keys, values
 
@@ -160,7 +162,7 @@ def arrange_back(
             rotate(cos, sin, rotating, None, sizes.interleaved, True, (rotating, None))
         return
     B, S = dk.shape[:2]
-    launch, block = _bind(sizes, 2 * sizes.pairs, True)
+    launch, block = _bind(sizes, (sizes.heads * sizes.width, 2 * sizes.pairs), True)
     given = dk, dv, dq, dq, dkv, dk_rope
     launch((ceil_div(B * S, block), 1, 1), *given, *_tables(cos, sin), B * S, _rows(cos, S))
 
