@@ -103,7 +103,7 @@ def test_norms_of_rows_and_gates(family, how, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "options", "by"),
     (
-        ("DeepseekV3", {"rope_interleave": True}, [None, None]),  # another function among its globals
+        ("DeepseekV3", {"rope_interleave": True}, []),  # another function among its globals: the op rotates
         ("DeepseekV3", {"rope_interleave": False}, ["rope", "rope"]),
         ("SmolLM3", {}, ["rope"]),  # its second layer has no positions
         ("Llama", {}, ["rope", "rope"]),

@@ -268,6 +268,6 @@ def _replaced(
     rows += replace_lora(model, patches) if mlp and qkv else []
     if recipe is not None:
         linears = [each for match in mlps.values() for each in (match.up, match.down)]
-        linears += [match.projections for match in attentions.values() if match.projections is not None]
+        linears += [each for match in attentions.values() for each in match.products]
         rows += set_precision(model, patches, recipe, linears, layouts)
     return rows

@@ -31,8 +31,8 @@ from onepass.integrations.huggingface.probe import (
 from onepass.integrations.huggingface.rotation import ROTATION, Rotation, globals_with, with_globals
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
-_TOKENS, _HIDDEN = 5, 6
-_EPS = 1e-6  # of norms that stand in for a module's
+TOKENS, HIDDEN = 5, 6
+EPS = 1e-6  # of norms that stand in for a module's
 _OWN = 5  # the seed of parameters that do
 _LATE = 2**20  # a position
 
@@ -90,13 +90,13 @@ def interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
     if stock is None or not getattr(module, "is_causal", True):
         return None
     sizes = {name: sizes_of(module.get_submodule(name))[1] for name in linears}
-    layers = {name: Function(partial(_random_like, size=size, seed=i)) for i, (name, size) in enumerate(sizes.items())}
-    hidden, by = randn(1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), module.config._attn_implementation
-    for width in _widths(module):
+    layers = {name: Function(partial(random_like, size=size, seed=i)) for i, (name, size) in enumerate(sizes.items())}
+    hidden, by = randn(1, TOKENS, sizes_of(module._modules[linears[0]])[0]), module.config._attn_implementation
+    for angles in positions_of(module):
 
-        def run(interfaces: Any, width: int = width) -> object:
+        def run(interfaces: Any, angles: Tensor = angles) -> object:
             code = with_globals(forward, {INTERFACES: interfaces})
-            return _tried(module, layers, hidden, randn(1, _TOKENS, width), by, code=code)
+            return tried(module, layers, hidden, angles, by, code=code)
 
         if (interface := find_interface(stock, by, run)) is not None:
             return interface
@@ -112,20 +112,20 @@ def calls_rotation(module: Any, linears: list[str]) -> bool:
         return q, k
 
     code = with_globals(type(module).forward, {ROTATION: rotate})
-    layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
-    hidden = randn(1, _TOKENS, sizes_of(module._modules[linears[0]])[0])
-    ran = [_tried(module, layers, hidden, randn(1, _TOKENS, width), "sdpa", code=code) for width in _widths(module)]
+    layers = {name: Function(partial(random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
+    hidden = randn(1, TOKENS, sizes_of(module._modules[linears[0]])[0])
+    ran = [tried(module, layers, hidden, randn(1, TOKENS, width), "sdpa", code=code) for width in _widths(module)]
     return bool(calls) or all(y is None for y in ran)
 
 
 def roles_of(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None, str]:
     """Return the layers that read the module's input, or None if other code reads it too, and the output projection."""
-    if not all(is_norm(module._modules[name]) for name in _norms_in(module)):  # type: ignore[arg-type]
+    if not all(is_norm(module._modules[name]) for name in norms_in(module)):  # type: ignore[arg-type]
         return None, linears[-1]
     for width, by in product(_widths(module), ("sdpa", "eager")):  # SDPA has no softcap
-        layers = {name: Function(partial(_random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
-        hidden = torch.full((1, _TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
-        y = _tried(module, layers, hidden, randn(1, _TOKENS, width), by)
+        layers = {name: Function(partial(random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
+        hidden = torch.full((1, TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
+        y = tried(module, layers, hidden, randn(1, TOKENS, width), by)
         if not isinstance(y, Tensor):
             continue
         asked = [name for name in linears for args, _ in layers[name].calls if args and args[0] is hidden]
@@ -138,11 +138,11 @@ def roles_of(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None
     return None, linears[-1]
 
 
-def _random_like(x: Tensor, size: int, seed: int = 1) -> Tensor:
+def random_like(x: Tensor, size: int, seed: int = 1) -> Tensor:
     return randn(*x.shape[:-1], size, seed=seed)
 
 
-def _tried(
+def tried(
     module: nn.Module,
     layers: dict[str, Any],
     hidden: Tensor,
@@ -154,18 +154,20 @@ def _tried(
 ) -> Any:
     """Run the module's code, or other code, with these layers and this attention implementation.
 
+    angles: of the tables' columns, or complex tables themselves.
+
     Norms that are not among the layers are replaced by identities, and parameters of its own by random ones.
     """
-    others = {name: Function(lambda x: x) for name in _norms_in(module) if name not in layers}
+    others = {name: Function(lambda x: x) for name in norms_in(module) if name not in layers}
     config = shallow(module.config, _attn_implementation=by)
     own = {name: None if p is None else randn(*p.shape, seed=_OWN) for name, p in module._parameters.items()}
     made = probe(module, {**layers, **others}, config=config, training=training, _parameters=own)
     names = parameters_of(module)
     options: dict[str, Any] = {"attention_mask": mask} if "attention_mask" in names else {}
     if "position_embeddings" in names and angles is not None:
-        options["position_embeddings"] = angles.cos(), angles.sin()
+        options["position_embeddings"] = angles if angles.is_complex() else (angles.cos(), angles.sin())
     if "position_ids" in names and names["position_ids"].default is inspect.Parameter.empty:
-        options["position_ids"] = torch.arange(_LATE, _LATE + _TOKENS)[None]
+        options["position_ids"] = torch.arange(_LATE, _LATE + TOKENS)[None]
     with _LatePositions():
         result = probe_forward(made, hidden, probed_code=code, **options)
     return result[0] if isinstance(result, tuple) else result
@@ -179,7 +181,7 @@ class _LatePositions(TorchFunctionMode):
         return made + _LATE if function is torch.arange else made
 
 
-def _norms_in(module: nn.Module) -> list[str]:
+def norms_in(module: nn.Module) -> list[str]:
     """Return the children with parameters that are no linear layers. In a module that is recognised all are norms."""
     there = [(name, child) for name, child in module._modules.items() if child is not None and not is_linear(base_of(child))]
     return [name for name, child in there if list(child.parameters())]
@@ -189,7 +191,14 @@ def _widths(module: Any) -> list[int]:
     """Return candidate widths of the rotary tables: the whole head, or the part that a model rotates."""
     size = head_size_of(module)
     part = getattr(module, "rotary_ndims", None) or int(size * (getattr(module.config, "partial_rotary_factor", None) or 1))
-    return [size, part, max(2, size // 4 * 2)]
+    rotated = getattr(module, "qk_rope_head_dim", None)
+    return [*([] if rotated is None else [rotated]), size, part, max(2, size // 4 * 2)]
+
+
+def positions_of(module: Any) -> list[Tensor]:
+    """Return candidate angles of each candidate width, and complex tables of it."""
+    angles = [randn(1, TOKENS, width) for width in _widths(module)]
+    return [*angles, *(torch.polar(torch.ones_like(half), half) for half in (each[..., ::2] for each in angles))]
 
 
 def head_size_of(module: Any) -> int:
@@ -230,7 +239,7 @@ def _as_attention(
         if len(sinks) != 1 or module._parameters[sinks[0]].shape != (heads,):
             return None
         whole = replace(whole, sinks=sinks[0])
-    norms = _norms_in(module)
+    norms = norms_in(module)
     if norms and rotation is None:
         return None
     widths = _widths_of_norms([norm_at(module, name) for name in norms]) if norms else []
@@ -242,26 +251,26 @@ def _as_attention(
     if heads * size != sizes_of(module._modules[out])[0]:
         return None
     layers = {
-        name: tiny(layer, _HIDDEN, outputs, 30 + i)
+        name: tiny(layer, HIDDEN, outputs, 30 + i)
         for i, (name, layer, outputs) in enumerate(zip(projections.names, projections.linears, projections.sizes, strict=True))
     }
-    last = tiny(module._modules[out], heads * size, _HIDDEN, 40)
-    x = randn(1, _TOKENS, _HIDDEN)
+    last = tiny(module._modules[out], heads * size, HIDDEN, 40)
+    x = randn(1, TOKENS, HIDDEN)
     qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
     weights_of = {name: randn(width, seed=50 + i) for i, (name, width) in enumerate(zip(norms, widths, strict=True))}
-    stand_ins = {name: (weight, Function(partial(_normed, weight=weight))) for name, weight in weights_of.items()}
+    stand_ins = {name: (weight, Function(partial(normed, weight=weight))) for name, weight in weights_of.items()}
     by, mask = "sdpa", None
     if softcap is not None or whole.sinks is not None:  # which SDPA refuses
-        by, mask = "eager", torch.full((_TOKENS, _TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
+        by, mask = "eager", torch.full((TOKENS, TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
     logits = None if whole.sinks is None else randn(heads, seed=_OWN)
     for width in _widths(module):
-        angles = randn(1, _TOKENS, width // 2, seed=2)
+        angles = randn(1, TOKENS, width // 2, seed=2)
         doubled = angles if rotation is None else rotation.doubled(angles)
         made = {**layers, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
-        results = [_tried(module, made, x, doubled if tables else None, by, training, mask) for training in (False, True)]
+        results = [tried(module, made, x, doubled if tables else None, by, training, mask) for training in (False, True)]
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
         interleaved = rotation is not None and rotation.interleaved
-        call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=_EPS)
+        call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=EPS)
         for names in permutations(norms):
             if whole.rows and [weights_of[name].numel() for name in names] != [heads * size, groups * size]:
                 continue
@@ -289,5 +298,5 @@ def _widths_of_norms(norms: list[NormMatch | None]) -> list[int] | None:
     return [norm.weight.shape[0] for norm in norms]  # type: ignore[union-attr]
 
 
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight

@@ -33,11 +33,13 @@ from onepass.integrations.huggingface.interfaces import (
     masks_nothing,
     window_of,
 )
+from onepass.integrations.huggingface.latent_trials import FusedLatent, as_latent, latent_roles
 from onepass.integrations.huggingface.linear_layers import base_of, call_layer, is_linear, linear_of
 from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, parts_of
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward, thread
 from onepass.integrations.huggingface.rotation import (
+    COMPLEX,
     ROTATION,
     ROTATIONS,
     Rotation,
@@ -78,7 +80,7 @@ class AttentionMatch:
     out: str  # the output projection
     original: Callable[..., Any]  # its class's forward, or a copy that calls onepass's rotation
     rotation: Rotation | None
-    whole: FusedAttention | None
+    whole: FusedAttention | FusedLatent | None
     interface: InterfaceCall | None
     rotates: bool = True  # whether its code calls the rotation
     window: int | None = None  # which a marker has in place of a mask; masks.py sets it
@@ -94,7 +96,13 @@ class AttentionMatch:
 
     @property
     def head_size(self) -> int:
-        return head_size_of(self.module)
+        return head_size_of(self.module) if self.interface is None else self.interface.width
+
+    @property
+    def products(self) -> list[LinearsMatch]:
+        """The layers that run by ops, but for the output projection."""
+        ups = [self.whole.queries, self.whole.keys] if isinstance(self.whole, FusedLatent) else []
+        return [each for each in (self.projections, *ups) if each is not None]
 
     def ready(self) -> bool:
         if self.projections is None or not self.projections.intact():
@@ -140,20 +148,25 @@ class AttentionMatch:
         if self.whole.tables != (options.get("position_embeddings") is not None):
             return False
         module: Any = self.module
-        if x.is_cuda and head_size_of(module) not in SIZES:  # its own code runs rope's kernel and SDPA
-            return False
         more = self.whole.softcap is not None or self.whole.sinks is not None  # than SDPA has
         if not marked and (more or module.config._attn_implementation not in ("sdpa", "onepass")):
             return False
-        return not (module.training and drops(module)) and self.whole.norm_options(module) is not None
+        if isinstance(self.whole, FusedLatent):
+            takes = self.whole.takes(module, x, self.window if marked else None)
+        else:  # on a GPU of other sizes its own code runs rope's kernel and SDPA
+            takes = not (x.is_cuda and head_size_of(module) not in SIZES) and self.whole.norm_options(module) is not None
+        return takes and not (module.training and drops(module))
 
     def at_once(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None) -> tuple[Tensor, None]:
         whole = self.whole
         assert whole is not None and self.projections is not None
         qkv, marker = self.projections(x, folded), options.get("attention_mask")
+        documents = None if marker is None else documents_of(marker)
+        if isinstance(whole, FusedLatent):
+            y = whole.attend(self.module, qkv, options.get("position_embeddings"), documents)
+            return call_layer(self.module._modules[self.out], y), None  # type: ignore[arg-type]
         B, S = qkv.shape[:2]
         cos, sin = (None, None) if whole.rotation is None else whole.rotation.tables(*options["position_embeddings"])
-        documents = None if marker is None else documents_of(marker)
         row_norms = (norm_at(self.module, name) for name in whole.norms) if whole.rows else ()
         qkv, gate = whole.arranged(qkv, tuple(row_norms))  # type: ignore[arg-type]
         if documents is not None:
@@ -221,11 +234,18 @@ def find_attention(module: nn.Module, readable: bool) -> AttentionMatch | None:
         if rotation is None:
             return None
         return AttentionMatch(module, None, "", _original(module, rotation, None), rotation, None, None)
+    whole: FusedAttention | FusedLatent | None = None
     projections, out = roles_of(module, linears)
-    if projections is None and rotation is None:
+    latent = None if projections is not None else latent_roles(module, linears)
+    if projections is None and rotation is None and latent is None:
         return None
     interface = interface_of(module, linears)
-    whole = None if projections is None else as_one_op(module, projections, out, rotation, interface)
+    if projections is not None:
+        whole = as_one_op(module, projections, out, rotation, interface)
+    elif latent is not None:
+        projections = latent[0]
+        if (found := as_latent(module, *latent)) is not None:
+            whole, out = found
     rotates = rotation is not None and calls_rotation(module, linears)
     return AttentionMatch(module, projections, out, _original(module, rotation, interface), rotation, whole, interface, rotates)
 
@@ -253,12 +273,14 @@ def replace_attentions(
             continue
         part = part_with_tables(model, name)
         if part not in of_parts:
-            of_parts[part] = {how for how in ROTATIONS if tables_are_read(part, how)} if rope else set()
+            of_parts[part] = {how for how in (*ROTATIONS, COMPLEX) if tables_are_read(part, how)} if rope else set()
         rotates = of_parts[part]
         with reads_of(module) as reads:
             match = find_attention(module, bool(rotates))
         if match is not None and match.rotation is not None and match.rotation not in rotates:
-            match.original, match.rotation, match.whole = _original(module, None, match.interface), None, None
+            match.original, match.rotation = _original(module, None, match.interface), None
+        if match is not None and match.whole is not None and not {match.whole.rotation} <= {*rotates, None}:
+            match.whole = None
         if match is not None and (match.rotation is not None or (qkv and match.projections is not None)):
             match.snapshot = reads.snapshot()
             if match.whole is not None and match.snapshot.read_tensors - {match.whole.sinks}:
@@ -289,7 +311,7 @@ def _rows(
         row = partial(AppliedRow, name, kind, "rope")
         if match is not None and match.rotation is not None and match.rotates:
             rows.append(row(by="rope", match=RotationMatch(match)))
-        elif match is None or match.whole is None or match.rotation is None:  # else it has no positions
+        elif match is None or match.whole is None or not (match.rotation or match.whole.rotation):  # else it has no positions
             rows.append(row(why=why))
     if qkv:
         one = match is not None and match.projections is not None

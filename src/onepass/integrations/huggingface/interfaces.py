@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.probe import close
@@ -61,6 +62,7 @@ class InterfaceCall:
     scale: float | None
     softcap: float | None
     sinks: bool
+    width: int  # of q's heads
 
     @property
     def is_plain(self) -> bool:
@@ -109,10 +111,10 @@ def attend_heads(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """Return y [B, tokens, heads, D] of q [B, heads, tokens, D]; k and v have the groups."""
-    (B, heads, S, D), groups = q.shape, k.shape[1]
+    """Return y [B, tokens, heads, V] of q [B, heads, tokens, D]; k and v have the groups, and v may be narrower."""
+    (B, heads, S, D), groups, V = q.shape, k.shape[1], v.shape[3]
     rows = (1, B * S) if documents is not None else (B, S)
-    qkv = torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2).view(*rows, (heads + 2 * groups) * D)
+    qkv = _joined(q, k, v).view(*rows, (heads + 2 * groups) * D)
     y = attention(
         qkv,
         heads,
@@ -126,7 +128,13 @@ def attend_heads(
         deterministic=False,
         backend=backend_of(qkv, heads, groups, documents),
     )
-    return y.view(B, S, heads, D)
+    return y.view(B, S, heads, D)[..., :V]
+
+
+def _joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return one projection [B, S, heads, D]; values that are narrower end in zeros."""
+    v = F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
+    return torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2)
 
 
 # ---- recognition ----
@@ -160,7 +168,7 @@ def find_interface(stock: Any, by: str, run: Callable[[Any], object]) -> Interfa
         return None
     if options.get("is_causal") is False:
         return None
-    if q.dim() != 4 or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+    if q.dim() != 4 or k.shape[:3] != v.shape[:3] or not v.shape[3] <= q.shape[3] == k.shape[3] or q.shape[1] % k.shape[1]:
         return None
     (_, heads, S, D), groups = q.shape, k.shape[1]
     scale, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
@@ -169,8 +177,8 @@ def find_interface(stock: Any, by: str, run: Callable[[Any], object]) -> Interfa
     try:
         attended = stock.get_interface(by, default)(module, q, k, v, mask, **{**options, **harmless})[0]
         call = AttentionOptions(heads, groups, False, D**-0.5 if scale is None else scale, softcap=softcap or 0.0)
-        qkv = torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2).flatten(2)
-        expected = attention_formula(qkv, None, None, call, None, sinks)
+        whole = attention_formula(_joined(q, k, v).flatten(2), None, None, call, None, sinks)
+        expected = whole.unflatten(-1, (heads, D))[..., : v.shape[3]]
     except Exception:
         return None
-    return InterfaceCall(by, scale, softcap, sinks is not None) if close(attended.flatten(2), expected, 1e-6) else None
+    return InterfaceCall(by, scale, softcap, sinks is not None, D) if close(attended, expected, 1e-6) else None

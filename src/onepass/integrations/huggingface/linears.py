@@ -69,6 +69,10 @@ class LinearsMatch:
         self.kind = self._kind()  # device and dtype when they were packed
         self._found: dict[int, list[LoRA]] = {}  # adapters that `intact` has seen, by thread
 
+    @property
+    def input_size(self) -> int:
+        return sizes_of(self.linears[0])[0]
+
     def replace(self, patches: Patches) -> None:
         """Pack the layers' parameters until the patches are undone."""
         if len(self.linears) > 1 and not self.frozen:

@@ -24,11 +24,11 @@ class Rotation:
     """Which elements of a head form a pair, and how the model's tables have each pair's value."""
 
     interleaved: bool  # neighbours form a pair, else one of each half
-    layout: str  # of tables: every value twice, in "halves" or in "pairs", or "once"
+    layout: str  # of tables: every value twice, in "halves" or in "pairs", or "once"; or "complex": cos and sin are parts of one
 
-    def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, *given: Tensor) -> tuple[Tensor, Tensor]:
         """Convert tables [B, S, R] to [S, R/2], or to [B, S, R/2] if each sequence has its own positions."""
-        cos, sin = self.half(cos), self.half(sin)
+        cos, sin = (given[0].real, given[0].imag) if self.layout == "complex" else map(self.half, given)
         return (cos[0], sin[0]) if cos.shape[0] == 1 else (cos, sin)
 
     def half(self, table: Tensor) -> Tensor:
@@ -48,6 +48,7 @@ class Rotation:
 
 
 HALVES = Rotation(False, "halves")
+COMPLEX = Rotation(True, "complex")  # DeepSeek V2's, by another function
 ROTATIONS = (HALVES, Rotation(True, "pairs"), Rotation(False, "once"), Rotation(True, "halves"), Rotation(True, "once"))
 
 
@@ -152,6 +153,8 @@ def _gives(maker: nn.Module, how: Rotation) -> bool:
         tables = [maker(x, positions, *more) for more in _more_arguments(maker)]
     except Exception:
         return False
+    if how.layout == "complex" or any(isinstance(pair, Tensor) for pair in tables):
+        return how.layout == "complex" and all(isinstance(pair, Tensor) and pair.is_complex() for pair in tables)
     return all(table.dim() == 3 and table.equal(how.doubled(how.half(table))) for pair in tables for table in pair)
 
 
