@@ -122,6 +122,19 @@ def test_fla_is_refused_where_its_gradients_are_wrong(monkeypatch, installed, ve
     assert by_wheels.fla_refuses(inputs(), True) is None
 
 
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_a_wheel_that_is_named_compiles(wheel):
+    tensors, _ = given()
+
+    def call(*inputs):
+        return onepass.gated_delta_rule(*inputs, backend=wheel)
+
+    with stand_in(wheel=wheel):
+        expected = gradients(call, tensors[:5])
+        torch._dynamo.reset()
+        assert equal(expected, gradients(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors[:5]))
+
+
 def test_what_each_refuses(monkeypatch, installed):
     monkeypatch.setattr(fla, "triton", SimpleNamespace(__version__="3.7.1"))
     for refuses in by_wheels.REFUSALS.values():
@@ -130,6 +143,9 @@ def test_what_each_refuses(monkeypatch, installed):
         assert "q is torch.float32" in refuses(inputs(dtype=FP32), True)
         assert "k is torch.float16" in refuses(inputs(k=inputs(dtype=torch.float16).k), True)
     assert "heads of 64 and 128 are not FlashQLA's 128" in by_wheels.qla_refuses(inputs(K=64), True)
+    documents = inputs()._replace(cu_seqlens=torch.tensor([0, 4]))
+    assert "FlashQLA's results of documents were wrong" in by_wheels.qla_refuses(documents, True)
+    assert by_wheels.fla_refuses(documents, True) is None
     assert "wider than FLA's 256" in by_wheels.fla_refuses(inputs(K=320), True)
     monkeypatch.setattr(by_wheels, "compute_capability", lambda device: (8, 0))
     assert "9.0, 10.0 or 10.3, and this one is 8.0" in by_wheels.qla_refuses(inputs(), True)

@@ -160,6 +160,12 @@ class Op:
     samples_module: str
     others: dict[str, Backend] = field(default_factory=dict)
 
+    def named(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """The arguments but `backend` by their names, with the public function's defaults; a compiler traces it."""
+        by_position = dict(zip(self.positional, args))  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
+        given = self.defaults | by_position | options
+        return {name: value for name, value in given.items() if name != "backend"}
+
     def call(self, *args: Any, **options: Any) -> Call:
         """The arguments but `backend` by their names in the public function's signature, with its defaults."""
         bound = self._signature.bind(*args, **options)

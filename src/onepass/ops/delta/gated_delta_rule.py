@@ -283,12 +283,12 @@ define_op(
 
 
 def _run(name: str, *args: Any, **given: Any) -> _Result:
-    call = find_op(gated_delta_rule).call(*args, **given)
-    return _by_wheel(_inputs(vars(call)), DeltaOptions(_scale(call.k, call.scale), bool(call.output_final_state), name))
+    named = find_op(gated_delta_rule).named(*args, **given)
+    return _by_wheel(_inputs(named), DeltaOptions(_scale(named["k"], named["scale"]), bool(named["output_final_state"]), name))
 
 
 def _refuses(name: str, *args: Any, **given: Any) -> Reason:
-    return choose_wheel(_inputs(vars(find_op(gated_delta_rule).call(*args, **given))), name)[1]
+    return choose_wheel(_inputs(find_op(gated_delta_rule).named(*args, **given)), name)[1]
 
 
 for _name in by_wheels.REFUSALS:

@@ -309,12 +309,12 @@ define_op(
 
 
 def _run(name: str, *args: Any, **given: Any) -> _Result:
-    call = vars(find_op(mamba_chunk_scan).call(*args, **given))
-    return _by_wheel(_inputs(call), _options(call, name))
+    named = find_op(mamba_chunk_scan).named(*args, **given)
+    return _by_wheel(_inputs(named), _options(named, name))
 
 
 def _refuses(name: str, *args: Any, **given: Any) -> Reason:
-    return choose_wheel(vars(find_op(mamba_chunk_scan).call(*args, **given)), name)[1]
+    return choose_wheel(find_op(mamba_chunk_scan).named(*args, **given), name)[1]
 
 
 for _name in by_wheels.REFUSALS:
