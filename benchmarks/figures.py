@@ -12,7 +12,7 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/gpt_1B.json, gpt_free_1B.json                benchmarks/gpt.py, a file a model; free: with --no-deterministic
     scripts/gpt_fp8_1B.json                              the same, by onepass in eight bits and not
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
-    scripts/huggingface.json                             onepass bench huggingface
+    scripts/huggingface.json, hybrids_qwen3_5.json       onepass bench huggingface, a file a case of this year's layers
     scripts/lora.json, lora_peers.json                   onepass bench lora
 
 What has eight bits, in any of these files, is left out of their tables and has one of its own, for each GPU.
@@ -29,6 +29,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figure
 # the tables' names in the pages
 HEADLINE, OPS, FIGURES, LOSS, FUSION = "headline", "ops", "figures", "loss", "fusion"
 TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8, LORA = "training", "losses", "parallel", "huggingface", "fp8", "lora"
+HYBRIDS = "hybrids"
 
 
 def fraction(value):
@@ -432,7 +433,7 @@ def huggingface_line(row, eager):
     return line([row["case"], row["contender"], *cells])
 
 
-HUGGINGFACE_PACKAGES = ("torch", "transformers", "Liger", "Unsloth", "axolotl")
+HUGGINGFACE_PACKAGES = ("torch", "transformers", "Liger", "Unsloth", "axolotl", "FLA", "FlashQLA", "causal-conv1d")
 
 
 def huggingface_table(path, but=OURS_FP8):
@@ -808,6 +809,9 @@ def all_figures(folder=RESULTS):
         LOSSES: losses_table(scripts / "gpt_losses.json"),
         PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
+        HYBRIDS: "\n\n".join(
+            huggingface_table(path, but=None) for each in every for path in sorted(each.glob("hybrids_*.json"))
+        ),
         FP8: fp8_tables(folder.parent),
         LORA: "\n\n".join(
             huggingface_table(each / name, but=None)

@@ -317,6 +317,7 @@ def test_the_models_have_their_sizes(name: str, millions: int) -> None:
     model = huggingface_process.new_model(case, torch.device("meta"))
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
     assert model.config._attn_implementation == case.attention
+    assert next(huggingface_process.tokens(case, torch.device("cpu"))).max() < model.config.vocab_size
 
 
 @pytest.mark.usefixtures("transformers")

@@ -121,8 +121,8 @@ _QWEN3_5_2B = {
     "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "vocab_size": 248320, "tie_word_embeddings": True,
 }  # fmt: skip
-_GPT_OSS_20B = {"num_hidden_layers": 4, "num_local_experts": 32}
-_GEMMA4_2B = {"num_hidden_layers": 30, "hidden_size": 2304, "intermediate_size": 9216}
+_GPT_OSS_20B = {"num_hidden_layers": 4, "num_local_experts": 32, "vocab_size": 201088}
+_GEMMA4_2B = {"num_hidden_layers": 30, "hidden_size": 2304, "intermediate_size": 9216, "vocab_size": 262144}
 _DEEPSEEK_16B = {
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408, "vocab_size": 163840,
     "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
