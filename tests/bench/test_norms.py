@@ -22,7 +22,7 @@ from onepass.bench import accuracy, norm, peers, report, runner
 from onepass.bench.model import CaseResult, Measured
 
 CPU = torch.device("cpu")
-VARIANTS = ("rms", "layer", "rms+residual", "layer+residual")
+VARIANTS = ("rms", "layer", "rms+residual", "layer+residual", "rms+post_residual")
 pytestmark = pytest.mark.usefixtures("one_round")
 given = partial(benching.given, norm, (40, 96))
 
@@ -34,7 +34,8 @@ given = partial(benching.given, norm, (40, 96))
 def test_ours_and_eager_are_right_in_every_output(variant: str) -> None:
     case, inputs = given(variant)
     expected = {"y", "dx", "dweight"} | ({"dbias"} if "layer" in variant else set())
-    assert set(accuracy.outputs(made(norm, case), inputs)) == expected | ({"h", "dresidual"} if "residual" in variant else set())
+    more = {"residual": {"h", "dresidual"}, "post_residual": {"dpost_residual"}}.get(variant.partition("+")[2], set())
+    assert set(accuracy.outputs(made(norm, case), inputs)) == expected | more
     assert not wrong(norm, case, inputs, made(norm, case), ours=True)
     assert not wrong(norm, case, inputs, made(norm, case, "eager"))
 
@@ -94,7 +95,7 @@ def test_a_gradient_written_over_the_incoming_one_spoils_nobody_elses() -> None:
 
 def test_the_cases_on_a_gpu() -> None:
     cases = norm.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
-    assert len(cases) == 9 + 12
+    assert len(cases) == 9 + 12 + 3
     assert [case.variant for case in cases] == sorted((case.variant for case in cases), key=VARIANTS.index)
     assert {case.shape[1] for case in cases} >= {64, 5000, 53248, 131072}
     assert {case.shape[0] for case in cases} >= {1, 256, 777, 262144}
@@ -102,6 +103,8 @@ def test_the_cases_on_a_gpu() -> None:
     tensor = 16384 * 4096 * 2
     assert (by_name["layer 16384x4096"].forward_bytes, by_name["layer 16384x4096"].backward_bytes) == (2 * tensor, 3 * tensor)
     assert by_name["rms+residual 16384x4096"].forward_bytes == by_name["rms+residual 16384x4096"].backward_bytes == 4 * tensor
+    after = by_name["rms+post_residual 16384x4096"]
+    assert after.forward_bytes == after.backward_bytes == 3 * tensor
 
 
 # ---- peers, as they are to be called ----
@@ -198,7 +201,7 @@ def test_every_peer_of_the_norms_is_called_rightly(variant: str) -> None:
     for contender in found.values():
         assert not wrong(norm, case, inputs, contender.make(case)), contender.name
     with_sum, alone = ("QuACK", "Liger CuTe"), ("Apex", "cuDNN frontend")
-    assert [name in found for name in with_sum] == [variant != "layer+residual"] * 2
+    assert [name in found for name in with_sum] == [variant not in ("layer+residual", "rms+post_residual")] * 2
     assert [name in found for name in alone] == ["residual" not in variant] * 2
     assert {contender.package for contender in found.values()} <= set(peers.PACKAGES)
 

@@ -246,9 +246,9 @@ def test_registered_ops_are_what_they_say(layer, layout):
     x, weight, bias, residual = (t if t is None else t.detach() for t in tensors((4, 3), layer=layer))
     x, residual = laid_out(x, layout), laid_out(residual, layout)
     tests = ("test_schema", "test_faketensor")  # the contract has the rest
-    for some, keep in ((residual, True), (None, True), (residual, False)):
-        torch.library.opcheck(kernels.forward.op, (x, some, weight, bias, layer, 1e-5, False, keep), test_utils=tests)
-    _, h, kept = kernels.forward.op(x, residual, weight, bias, layer, 1e-5, True, True)
+    for some, post, keep in ((residual, None, True), (None, residual, True), (residual, None, False)):
+        torch.library.opcheck(kernels.forward.op, (x, some, weight, bias, post, layer, 1e-5, False, keep), test_utils=tests)
+    _, h, kept = kernels.forward.op(x, residual, weight, bias, None, layer, 1e-5, True, True)
     dy = laid_out(torch.randn_like(h), layout)
     for needs in ((True, True, layer), (False, True, False), (True, False, False)):
         for stats in (kept, None):

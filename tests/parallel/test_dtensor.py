@@ -150,6 +150,7 @@ def test_results_and_gradients_are_those_of_plain_tensors(group, op, by):
         ("rms_norm", "x", "S(1)", ["R"]),
         ("rms_norm", "x", SUM, ["R"]),
         ("rms_norm: residual", "residual", "S(0)", ["S(0)", "S(0)"]),
+        ("rms_norm: post_residual", "post_residual", "S(0)", ["S(0)"]),
         ("gated_rms_norm", "z", "S(1)", ["S(1)"]),
         ("gated_rms_norm: the gate first", "x", "S(1)", ["R"]),
         ("gated_norm_linear", "weight", "S(0)", ["S(2)"]),

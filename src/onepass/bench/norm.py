@@ -1,10 +1,11 @@
-"""rms_norm and layer_norm against their peers, alone and with the residual added before.
+"""rms_norm and layer_norm against their peers, alone and with the residual added before; rms_norm with it added after.
 
 Bytes     forward reads x and writes y; backward reads dy and x and writes dx. With a residual, forward reads x and the residual
           and writes the norm and the sum. Backward then reads the gradients of both results and the sum, and writes one gradient
-          for both inputs. Weight and bias are one row each and are not counted.
+          for both inputs. Added after, forward reads one more tensor, and backward no more. Weight and bias are one row each and
+          are not counted.
 Gradients of all inputs: x, the residual, the weight and the bias.
-Peers     eager and torch.compile: F.rms_norm and F.layer_norm, after an addition if there is a residual.
+Peers     eager and torch.compile: F.rms_norm and F.layer_norm, after or before an addition if there is a residual.
           Liger: writes its RMSNorm's gradient over the incoming one, as its module does by default. "Liger CuTe" has its
           kernels in the CuTe DSL, which refuse wide rows.
           QuACK: its layer norm is a forward and a backward function, wrapped in an autograd.Function here. Forward needs weight
@@ -31,7 +32,7 @@ from onepass.bench.model import BenchCase, Call, Contender, Inputs, Result
 from onepass.bench.peers import imported, in_fp32, liger_rows, once, wide, with_parameters
 from onepass.ops.norm.norm import layer_norm_reference, rms_norm_reference
 
-_ADDING = "+residual"
+_ADDING, _ADDED = "+residual", "+post_residual"
 _EPS = {"rms": 1e-6, "layer": 1e-5}
 _SHAPES = Shapes(
     gpu={  # first those that notes cite; then query and key heads, one row, odd sizes, the widest
@@ -42,29 +43,38 @@ _SHAPES = Shapes(
         "layer": [(16384, 4096), (8192, 12288), (65536, 768), (4096, 5000), (2048, 25600), (512, 131072)],
         "rms+residual": [(16384, 4096), (8192, 7168)],
         "layer+residual": [(16384, 4096)],
+        "rms+post_residual": [(16384, 4096), (8192, 7168), (16384, 1024)],
     },
-    gpu_quick={"rms": [(256, 4096), (4096, 5000)], "layer": [(2048, 4096)], "rms+residual": [(2048, 4096)]},
+    gpu_quick={
+        "rms": [(256, 4096), (4096, 5000)], "layer": [(2048, 4096)], "rms+residual": [(2048, 4096)],
+        "rms+post_residual": [(2048, 4096)],
+    },
     cpu={
         "rms": [(2048, 4096), (50_000, 64), (777, 5000)],
         "layer": [(1024, 4096), (777, 5000)],  # with more rows, PyTorch's bf16 sums for dweight on a CPU are too inaccurate
         "rms+residual": [(2048, 4096)],
         "layer+residual": [(777, 5000)],
+        "rms+post_residual": [(2048, 4096)],
     },
     cpu_quick={"rms": [(512, 2048), (20_000, 64)], "layer": [(512, 2048)], "rms+residual": [(512, 2048)]},
 )  # fmt: skip
 
 
 def _kind(case: BenchCase) -> str:
-    return case.variant.removesuffix(_ADDING)
+    return case.variant.partition("+")[0]
 
 
 def _adds(case: BenchCase) -> bool:
     return case.variant.endswith(_ADDING)
 
 
+def _is_added(case: BenchCase) -> bool:
+    return case.variant.endswith(_ADDED)
+
+
 def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     once = shape[0] * shape[1] * size
-    return (4 * once, 4 * once) if variant.endswith(_ADDING) else (2 * once, 3 * once)
+    return (4 * once, 4 * once) if variant.endswith(_ADDING) else ((3 if variant.endswith(_ADDED) else 2) * once, 3 * once)
 
 
 def _inputs(case: BenchCase, random: Random) -> Inputs:
@@ -74,7 +84,9 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
         tensors["bias"] = random.parameter(hidden)
     if _adds(case):
         tensors["residual"], grads["h"] = random.input(rows, hidden), random(rows, hidden)
-    return Inputs(tensors, frozenset({"x", "residual"} & tensors.keys()), grads)
+    if _is_added(case):
+        tensors["post_residual"] = random.input(rows, hidden)
+    return Inputs(tensors, frozenset({"x", "residual", "post_residual"} & tensors.keys()), grads)
 
 
 def _options(case: BenchCase) -> dict[str, Any]:
@@ -82,7 +94,7 @@ def _options(case: BenchCase) -> dict[str, Any]:
 
 
 def _keywords(case: BenchCase) -> tuple[str, ...]:
-    return ("residual",) if _adds(case) else ()
+    return ("residual",) if _adds(case) else ("post_residual",) if _is_added(case) else ()
 
 
 def _formula(case: BenchCase) -> Call:
@@ -103,7 +115,11 @@ def _eager(case: BenchCase, run: Run) -> Call:
         h = x + residual
         return norm(h, hidden, *parameters, eps), h
 
-    return run(adding if _adds(case) else alone)
+    def added(x: Tensor, *tensors: Tensor) -> Result:
+        *parameters, residual = tensors
+        return residual + norm(x, hidden, *parameters, eps)
+
+    return run(adding if _adds(case) else added if _is_added(case) else alone)
 
 
 # ---- the peers' own functions ----
@@ -179,7 +195,7 @@ def _peers(case: BenchCase) -> list[Contender]:
         module = f"fused_add_{_kind(case)}_norm" if _adds(case) else f"{_kind(case)}_norm"
         peers += liger_rows(_by_liger, f"liger_kernel.ops.{module}", f"Liger{_LIGER[case.variant]}Function", module)
         peers.append(Contender("QuACK", _quack if _kind(case) == "rms" else _quack_layer, "QuACK"))
-    if not _adds(case):
+    if not _adds(case) and not _is_added(case):
         peers += [Contender("cuDNN frontend", _cudnn, "cuDNN frontend"), Contender("Apex", _apex, "Apex")]
         peers += [Contender("Apex, fast", _apex_fast, "Apex")] if case.variant == "layer" else []
         peers.append(Contender("Transformer Engine", _transformer_engine, "Transformer Engine"))

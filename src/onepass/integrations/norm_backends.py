@@ -46,6 +46,7 @@ class NormCall:
     memory_efficient: bool = False
     out: FP8Output = None
     return_input: bool = False  # the op itself returns it, beside what a package returns
+    post_residual: Tensor | None = None  # the op itself adds it
     layer: bool = True
 
 

@@ -185,7 +185,20 @@ def another_child_for_a_scale(s, x, scale):
     return h + (s.mlp if scale == 1.0 else s.other)(s.norm_2(h))
 
 
+def post_norms(s, x, scale):
+    h = x + s.norm(s.mix(x, scale=scale))
+    return h + s.norm_2(s.mlp(h))
+
+
+def norms_before_and_after(s, x, scale):
+    h = x + s.post(s.mix(s.norm(x), scale=scale))
+    return h + s.post_2(s.mlp(s.norm_2(h)))
+
+
+RMS = partial(nn.RMSNorm, 16, eps=1e-6)
 LAYERS = {
+    "RMSNorms after": lambda: layer_of(post_norms, norm=RMS, norm_2=RMS),
+    "norms before and after": lambda: layer_of(norms_before_and_after, norm=RMS, post=RMS, post_2=RMS),
     "another mixer": lambda: layer_of(twice),
     "a factor": lambda: layer_of(scaled),
     "two MLPs": lambda: layer_of(summed, other=Widen),
@@ -203,11 +216,6 @@ LAYERS = {
     "an argument that changes it": lambda: layer_of(another_child_for_a_scale, other=Widen),
     "arguments by place": lambda: layer_of(scale_by_another_name, other=Widen),
 }
-
-
-def post_norms(s, x, scale):
-    h = x + s.norm(s.mix(x, scale=scale))
-    return h + s.norm_2(s.mlp(h))
 
 
 def a_difference(s, x, scale):
@@ -254,7 +262,7 @@ def otherwise_of_tuples(s, x, scale):
 
 NEARLY = {
     "another shape of a tuple's": lambda: layer_of(otherwise_of_tuples, Pair),
-    "norms after": lambda: layer_of(post_norms),
+    "LayerNorms after": lambda: layer_of(post_norms),
     "a difference of MLPs": lambda: layer_of(a_difference, other=Widen),
     "another function": lambda: layer_of(another_function),
     "what a tensor says": lambda: layer_of(as_a_tensor_says),
@@ -347,6 +355,21 @@ def another_type_is_right(apply):
     torch.testing.assert_close(layer(x), before(x))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # PyTorch's own, of the layer as it was
+def test_a_norm_after_with_a_hook_or_of_another_type_is_its_own():
+    layer = layer_of(post_norms, norm=RMS, norm_2=RMS)
+    before, _ = copy.deepcopy(layer), huggingface.apply(nn.Sequential(layer))
+    x = torch.randn(2, 5, 16)
+    for each in (layer, before):
+        each.norm.register_forward_hook(lambda module, args, y: 2 * y)
+    torch.testing.assert_close(layer(x), before(x))
+    for each in (layer, before):
+        each.mlp.register_forward_hook(lambda module, args, y: y.bfloat16())
+    y = layer(x)
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y, before(x), rtol=1e-2, atol=1e-2)
+
+
 def test_another_factor_is_noticed():
     layer = layer_of(scaled)
     model = nn.Sequential(layer)
@@ -413,6 +436,7 @@ MUTANTS = {
     "the tuple's second": (layer_steps, "ChildCall.keep", "made[item] if items", "made[item + 1] if items"),
     "a tuple whole": (layer_steps, "ChildCall.keep", "self.is_tuple or (self.may_be_tuple and", "self.is_tuple or (False and"),
     "the sum without the residual": (layer_steps, "ChildNorm.run", "self.match(x, residual)", "self.match(x), x"),
+    "the sum with itself": (layer_steps, "PostNorm.run", "self.match.plus(x, residual)", "self.match.plus(x, x)"),
     "any result": (layer_trace, "_alike", "all(close(each, other) for each, other in pairs)", "True"),
     "what a tensor says": (layers, "replace_layers", ".own_tensors:", ".own_tensors and False:"),
     "whatever an argument does": (layer_trace, "_places", "if one != two:", "if False:"),

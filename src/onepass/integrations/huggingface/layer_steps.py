@@ -153,23 +153,27 @@ class Shaped:
 
 
 @dataclass(frozen=True)
-class ChildNorm:
-    """A norm of a value, or of the sum of two, which becomes a value too."""
-
+class JoinedNorm:
     name: str
     match: NormMatch
     x: int
-    residual: int | None
-    total: int  # the sum; x itself where there is none
     result: int
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.x,) if self.residual is None else (self.x, self.residual)
 
     def is_ours(self, module: nn.Module) -> bool:
         """Whether the norm still has its place, and may be joined with others."""
         return module._modules[self.name] is self.match.module and self.match.untouched()
+
+
+@dataclass(frozen=True)
+class ChildNorm(JoinedNorm):
+    """A norm of a value, or of the sum of two, which becomes a value too."""
+
+    residual: int | None
+    total: int  # the sum; x itself where there is none
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.x,) if self.residual is None else (self.x, self.residual)
 
     def run(self, module: nn.Module, values: Values, given: dict[str, Any]) -> None:
         x, residual = values[self.x], None if self.residual is None else values[self.residual]
@@ -179,6 +183,25 @@ class ChildNorm:
         child: Any = module._modules[self.name]
         total = values[self.total] = x if residual is None else x + residual
         values[self.result] = child(total)
+
+
+@dataclass(frozen=True)
+class PostNorm(JoinedNorm):
+    """A norm whose result is added to a value."""
+
+    residual: int
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.x, self.residual
+
+    def run(self, module: nn.Module, values: Values, given: dict[str, Any]) -> None:
+        x, residual = values[self.x], values[self.residual]
+        if x.dtype is residual.dtype and x.shape == residual.shape and self.is_ours(module):
+            values[self.result] = self.match.plus(x, residual)
+        else:
+            child: Any = module._modules[self.name]
+            values[self.result] = residual + child(x)
 
 
 @dataclass(frozen=True)

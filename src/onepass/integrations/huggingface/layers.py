@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attentions import AttentionMatch
-from onepass.integrations.huggingface.layer_steps import ChildCall, ChildNorm, FoldedCall, LayerStep, Program, Sum
+from onepass.integrations.huggingface.layer_steps import (
+    ChildCall,
+    ChildNorm,
+    FoldedCall,
+    JoinedNorm,
+    LayerStep,
+    PostNorm,
+    Program,
+    Sum,
+)
 from onepass.integrations.huggingface.layer_trace import LayerArguments, find_program, run_code
 from onepass.integrations.huggingface.mlps import MLPMatch
 from onepass.integrations.huggingface.norms import NormMatch
@@ -37,7 +46,8 @@ class LayerMatch:
     @property
     def made_by(self) -> str:
         folded = [step for step in self.program.steps if isinstance(step, FoldedCall)]
-        norms = [step for step in self.program.steps if isinstance(step, ChildNorm)] + [step.norm for step in folded]
+        norms: list[JoinedNorm] = [step for step in self.program.steps if isinstance(step, JoinedNorm)]
+        norms += [step.norm for step in folded]
         norm = norms[0].match.name.partition(",")[0]
         return f"{'norm_linear' if any(step.match.ready() for step in folded) else norm}, with the residual's sums"
 
@@ -81,42 +91,50 @@ def find_layer(
         return _NOT_KNOWN
     takers = {name: match for name, child in children.items() if (match := attentions.get(child) or mlps.get(child)) is not None}
     program = joined(found.program, own_norms, takers)
-    if not any(isinstance(step, ChildNorm | FoldedCall) for step in program.steps):
+    if not any(isinstance(step, JoinedNorm | FoldedCall) for step in program.steps):
         return _NOTHING_JOINED
     return LayerMatch(module, program, found.arguments, found.casts)
 
 
 def joined(program: Program, norms: dict[str, NormMatch], takers: Mapping[str, AttentionMatch | MLPMatch]) -> Program:
-    """Join norms with the sums before them, and with attention or an MLP if nothing else reads them."""
+    """Join norms with sums before or after them, and with attention or an MLP if nothing else reads them."""
     steps: list[LayerStep | None] = [*program.steps]
-    readers: dict[int, list[int]] = {}
-    for at, step in enumerate(program.steps):
-        for value in step.reads:
-            readers.setdefault(value, []).append(at)
     results = (program.result,) if isinstance(program.result, int) else program.result
+    readers: dict[int, list[int]] = {each: [len(steps)] for each in results}
+    for at, step in reversed([*enumerate(program.steps)]):
+        for value in step.reads:
+            readers[value] = [at, *readers.get(value, ())]
+    normed = {step.results[0][1]: at for at, step in enumerate(program.steps) if _is_norm(step, norms)}
     sums = {step.result: at for at, step in enumerate(program.steps) if isinstance(step, Sum) and not step.in_place}
-    for at, step in enumerate(program.steps):
-        if (
-            not isinstance(step, ChildCall)
-            or step.name not in norms
-            or step.named
-            or len(step.inputs) != 1
-            or len(step.results) != 1
-        ):
-            continue
-        (x,), ((_, y),) = step.inputs, step.results
-        norm = ChildNorm(step.name, norms[step.name], x, None, x, y)
-        total = program.steps[sums[x]] if x in sums and readers[x][0] == at else None
-        if isinstance(total, Sum) and total.a != total.b:  # the residual is what was there first
-            norm = ChildNorm(step.name, norm.match, min(total.reads), max(total.reads), x, y)
+    for total, at in [*sums.items()]:
+        for y, residual in (program.steps[at].reads, program.steps[at].reads[::-1]):
+            call = None if y not in normed or readers[y] != [at] else program.steps[normed[y]]
+            if isinstance(call, ChildCall) and not norms[call.name].layer:
+                steps[normed.pop(y)] = None
+                steps[sums.pop(total)] = PostNorm(call.name, norms[call.name], call.inputs[0], total, residual)
+                break
+    for y, at in normed.items():
+        step = program.steps[at]
+        assert isinstance(step, ChildCall)
+        (x,) = step.inputs
+        norm = ChildNorm(step.name, norms[step.name], x, y, None, x)
+        if x in sums and readers[x][0] == at:
+            first, added = sorted(program.steps[sums[x]].reads)  # the sum has the type of what was there first
+            norm = replace(norm, x=first, residual=added)
             steps[sums[x]], steps[at] = None, norm
-        after = readers.get(y, [])
-        call = program.steps[after[0]] if len(after) == 1 and y not in results else None
-        if not isinstance(call, ChildCall) or call.reads != (y,) or not _takes(call, takers.get(call.name)):
+        after, *others = readers.get(y, [len(steps)])
+        taker = None if others or after == len(steps) else steps[after]
+        if not isinstance(taker, ChildCall) or taker.reads != (y,) or not _takes(taker, takers.get(taker.name)):
             continue
-        if norm.residual is None or not any(at < other < after[0] for other in readers[x]):  # nobody waits for the sum
-            steps[at], steps[after[0]] = None, FoldedCall(norm, call, takers[call.name])
+        if norm.residual is None or not any(at < other < after for other in readers[x]):  # nobody waits for the sum
+            steps[at], steps[after] = None, FoldedCall(norm, taker, takers[taker.name])
     return Program.of(tuple(step for step in steps if step is not None), program.result, program.size)
+
+
+def _is_norm(step: LayerStep, norms: Mapping[str, NormMatch]) -> TypeGuard[ChildCall]:
+    if not isinstance(step, ChildCall) or step.name not in norms:
+        return False
+    return not step.named and len(step.inputs) == 1 and len(step.results) == 1
 
 
 def _takes(call: ChildCall, match: AttentionMatch | MLPMatch | None) -> bool:

@@ -58,6 +58,10 @@ class NormMatch:
             return layer_norm(x, self.weight, self.bias, residual=residual, **self.options)
         return rms_norm(x, self.weight, residual=residual, **self.options)
 
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return norm(x) + residual, of an RMSNorm."""
+        return rms_norm(x, self.weight, post_residual=residual, **self.options)
+
     def untouched(self) -> bool:
         return Patches.untouched(self.module, self) and self.snapshot.unchanged(self.module)
 

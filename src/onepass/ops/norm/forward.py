@@ -67,7 +67,7 @@ def short_rows(
 
 @kernel
 def _short_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, post_ptr, y_ptr, h_ptr, stats_ptr,
     M, X_ROW, X_GAP, R_ROW, eps,
     X_INNER: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -77,7 +77,11 @@ def _short_kernel(
         X_INNER, H, LAYER, CENTERED, ALIGN, BLOCK_M, BLOCK_H,
     )  # fmt: skip
     if y_ptr is not None:
-        tl.store(y_ptr + at, tl.fma(x * rstd, weight, bias), mask=inside)
+        y = tl.fma(x * rstd, weight, bias)
+        if post_ptr is not None:
+            rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            y += load_block(post_ptr, rows, tl.arange(0, BLOCK_H), aligned(R_ROW, ALIGN), inside)
+        tl.store(y_ptr + at, y, mask=inside)
 
 
 @device_function
@@ -111,13 +115,16 @@ def _add_groups(means, squares, met, x, GROUP: tl.constexpr):
 
 @device_function
 def normed_piece(
-    weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER: tl.constexpr, CENTERED: tl.constexpr
+    weight_ptr, bias_ptr, columns, inside, x, mean, rstd, LAYER: tl.constexpr, CENTERED: tl.constexpr, post_ptr=None
 ):  # fmt: skip
     """Return a piece of y in fp32."""
     z = x.to(tl.float32)
     if LAYER:
         z -= mean
-    return tl.fma(z * rstd, load_scale(weight_ptr, columns, inside, CENTERED), load_vector(bias_ptr, columns, inside))
+    y = tl.fma(z * rstd, load_scale(weight_ptr, columns, inside, CENTERED), load_vector(bias_ptr, columns, inside))
+    if post_ptr is not None:
+        y += tl.load(post_ptr + columns, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    return y
 
 
 @device_function
@@ -181,7 +188,7 @@ def store_piece(out_ptr, columns, inside, piece, CACHE: tl.constexpr):
 
 @kernel
 def _long_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, h_ptr, stats_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, post_ptr, y_ptr, h_ptr, stats_ptr,
     M, X_ROW, R_ROW, eps,
     H: tl.constexpr, LAYER: tl.constexpr, CENTERED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr, HELD: tl.constexpr, CACHE: tl.constexpr,
@@ -192,6 +199,8 @@ def _long_kernel(
     if residual_ptr is not None:
         residual_ptr += row * aligned(R_ROW, ALIGN)
         h_ptr += row * H
+    if post_ptr is not None:
+        post_ptr += row * aligned(R_ROW, ALIGN)
     lanes = tl.arange(0, BLOCK_H)
     whole = inside_row(lanes, H, True)
     held, mean, rstd = long_statistics(x_ptr, residual_ptr, h_ptr, eps, H, LAYER, BLOCK_H, HELD, AGAIN)
@@ -203,13 +212,13 @@ def _long_kernel(
             inside = inside_row(columns, H, AGAIN + (i + 1) * BLOCK_H <= H)
             h = still_packed(held[i])
             store_piece(h_ptr, columns, inside, h, CACHE)
-            y = normed_piece(weight_ptr, bias_ptr, columns, inside, h, mean, rstd, LAYER, CENTERED)
+            y = normed_piece(weight_ptr, bias_ptr, columns, inside, h, mean, rstd, LAYER, CENTERED, post_ptr)
             store_piece(y_ptr, columns, inside, y, CACHE)
         for back in range(0, AGAIN, BLOCK_H):
             columns = AGAIN - BLOCK_H - back + lanes
             h = row_piece(x_ptr, residual_ptr, h_ptr, columns, whole, "evict_first")
             store_piece(h_ptr, columns, whole, h, CACHE)
-            y = normed_piece(weight_ptr, bias_ptr, columns, whole, h, mean, rstd, LAYER, CENTERED)
+            y = normed_piece(weight_ptr, bias_ptr, columns, whole, h, mean, rstd, LAYER, CENTERED, post_ptr)
             store_piece(y_ptr, columns, whole, y, CACHE)
 
 
@@ -226,8 +235,8 @@ class NormForwardTiles(NamedTuple):
 
 
 def forward_tiles(H: int, layer: bool, wide: bool, residual: bool) -> NormForwardTiles:
-    """`wide`: x is fp32. As measured: short rows 32 values a thread, 16 of fp32; long ones mostly a quarter to half a row a piece
-    and 8 values a thread, twice the threads where there is a residual to wait for."""
+    """`wide`: x is fp32; `residual`: one is added, before or after. As measured: short rows 32 values a thread, 16 of fp32; long
+    ones mostly a quarter to half a row a piece and 8 values a thread, twice the threads where there is a residual to wait for."""
     if H <= SHORT:
         num_warps = 1 if layer and not residual else 2
         block_h = power_of_two(H)
@@ -271,10 +280,10 @@ def _bind(tiles: NormForwardTiles, H: int, x_lies: Groups, r_row: int, eps: floa
 
 
 def norm_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, post: Tensor | None,
     options: NormOptions, keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y, h where there is a residual, and the rows' statistics where `keep`."""
+    """Return y, h where there is a residual, and the rows' statistics where `keep`. `post` is added to y; then no residual is."""
     layer, eps, centered = options
     H = x.shape[-1]
     M = x.numel() // H
@@ -287,9 +296,12 @@ def norm_forward(
     if residual is not None:
         h = torch.empty_like(y)
         residual, r_row = as_rows(residual)
+    elif post is not None:
+        post, r_row = as_rows(post)
     stats = new_stats(x, M, layer) if keep else None
-    grid, launch = _forward_plan(M, H, x_lies, r_row, eps, layer, centered, x.dtype is torch.float32, residual is not None)
-    launch(grid, x, residual, weight, bias, y, h, stats, M)
+    more = residual is not None or post is not None
+    grid, launch = _forward_plan(M, H, x_lies, r_row, eps, layer, centered, x.dtype is torch.float32, more)
+    launch(grid, x, residual, weight, bias, post, y, h, stats, M)
     return y, h, stats
 
 
@@ -302,7 +314,7 @@ def norm_statistics(x: Tensor, options: NormOptions) -> Tensor:
     grid, launch = _forward_plan(
         M, H, (x_row, None, 0), x_row, options.eps, options.layer, False, x.dtype is torch.float32, False
     )
-    launch(grid, x, None, None, None, None, None, stats, M)
+    launch(grid, x, None, None, None, None, None, None, stats, M)
     return stats
 
 

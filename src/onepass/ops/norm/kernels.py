@@ -24,7 +24,7 @@ TYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def _forward_fake(
-    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, options: NormOptions, keep: bool
+    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, post: Any, options: NormOptions, keep: bool
 ) -> tuple[Tensor | None, ...]:
     rows = x.numel() // x.shape[-1]
     return (
@@ -47,7 +47,7 @@ def _backward_fake(
 
 
 forward = Registered(
-    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, NormOptions options, bool keep) "
+    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? post, NormOptions options, bool keep) "
     "-> (Tensor, Tensor?, Tensor?)",
     norm_forward,
     _forward_fake,
@@ -100,12 +100,13 @@ def norm_variant(
     layer: bool,
     memory_efficient: bool,
     rebuilds: bool = False,
+    post: bool = False,
 ) -> str:
-    """Which kernels a call runs, and their tiles. `rebuilds`: backward builds y again."""
+    """Which kernels a call runs, and their tiles. `rebuilds`: backward builds y again; `post`: a residual is added to y."""
     H = x.shape[-1]
     if not x.numel():
         return "the PyTorch formula, as there is nothing to do"
-    ahead = forward_tiles(H, layer, x.dtype is torch.float32, residual is not None)
+    ahead = forward_tiles(H, layer, x.dtype is torch.float32, residual is not None or post)
     back = tiles_for(x, residual, weight, bias if rebuilds else None, layer)
     if ahead.short:
         description = f"forward with {ahead.block_m} rows a program, in registers"

@@ -3,10 +3,12 @@
 Formula  h = x + residual, rounded to x's type (without a residual h is x);
          RMSNorm: y = h / sqrt(mean(h^2) + eps) * weight;  LayerNorm: the same of h - mean(h), and + bias.
          zero_centered_gamma: weight + 1 in the place of weight. fp32 all the way, y rounded once, where it is stored.
-Shapes   x and residual [..., H], weight and bias [H]; y and h are x's shape and type. M rows, H up to 262144.
+         rms_norm with post_residual: y + post_residual in the place of y.
+Shapes   x, residual and post_residual [..., H], weight and bias [H]; y and h are x's shape and type. M rows, H up to 262144.
 Saves    h, weight and for each row 1 / deviation (and the mean) in fp32; with memory_efficient not even these.
 Bytes    forward reads x and writes y, with a residual reads x and residual and writes h and y; backward reads dy and h (and
          h's own gradient) and writes dx, which is the residual's gradient too. dweight and dbias in the same pass.
+         With post_residual forward reads x and post_residual and writes y; dy is post_residual's gradient.
 Kernels  ops/norm/kernels.py and what it names: norm_linear shares them.
 """
 
@@ -40,11 +42,12 @@ def rms_norm_reference(
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
     return_input: bool = False,
+    post_residual: Tensor | None = None,
     stored: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y, or (y, h), by the formula. `stored` is the type that h is rounded to, x's own unless given."""
     options = NormOptions(False, eps, zero_centered_gamma)
-    return _formula(x, weight, None, residual, options, stored or x.dtype, return_input)
+    return _formula(x, weight, None, residual, post_residual, options, stored or x.dtype, return_input)
 
 
 def layer_norm_reference(
@@ -60,16 +63,17 @@ def layer_norm_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y, or (y, h), by the formula. `stored` is the type that h is rounded to, x's own unless given."""
     options = NormOptions(True, eps, zero_centered_gamma)
-    return _formula(x, weight, bias, residual, options, stored or x.dtype, return_input)
+    return _formula(x, weight, bias, residual, None, options, stored or x.dtype, return_input)
 
 
 def _formula(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, post: Tensor | None,
     options: NormOptions, stored: torch.dtype, return_input: bool = False, native: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     layer, eps, centered = options
     h = x if residual is None else add_rounded(x, residual, stored)
-    y = norm_formula(h, weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=native).to(x.dtype)
+    y = norm_formula(h, weight, bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=native)
+    y = (y if post is None else y + post.to(y.dtype)).to(x.dtype)
     return (y, h.to(x.dtype)) if return_input or residual is not None else y
 
 
@@ -79,11 +83,11 @@ def _formula(
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, post: Tensor | None,
         options: NormOptions, keep: bool, returns_input: bool,
     ) -> Any:  # fmt: skip
-        y, h, stats = kernels.forward(x, residual, weight, bias, options, keep)
-        ctx.call = options, x.dtype, None if residual is None else residual.dtype
+        y, h, stats = kernels.forward(x, residual, weight, bias, post, options, keep)
+        ctx.call = options, x.dtype, None if residual is None else residual.dtype, None if post is None else post.dtype
         ctx.vectors = saved_vectors(ctx, 2, weight, bias)
         h = x if residual is None else h
         ctx.save_for_backward(h, weight, bias, stats)
@@ -98,8 +102,11 @@ class _NormFunction(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight, bias, stats = ctx.saved_tensors
-        options, x_type, residual_type = ctx.call
-        need_x, need_residual, need_dweight, need_dbias = ctx.needs_input_grad[:4]
+        options, x_type, residual_type, post_type = ctx.call
+        need_x, need_residual, need_dweight, need_dbias, need_post = ctx.needs_input_grad[:5]
+        dpost = dy.to(post_type) if need_post and dy is not None else None
+        if need_post and not (need_x or need_dweight):
+            return None, None, None, None, dpost, None, None, None
         grads = None
         if dy is None:
             dx, dweight, dbias = dh, None, None
@@ -116,12 +123,12 @@ class _NormFunction(torch.autograd.Function):
             if grads is not None:
                 dweight, dbias = grads.put(into, dweight, dbias)
         if residual_type is None:  # dx is None or of x's type
-            return dx if need_x else None, None, dweight, dbias, None, None, None
+            return dx if need_x else None, None, dweight, dbias, dpost, None, None, None
         with name_written([] if grads is None else grads.accumulated("weight", "bias")):
             return (
                 dx.to(x_type) if need_x and dx is not None else None,
                 dx.to(residual_type) if need_residual and dx is not None else None,
-                dweight, dbias, None, None, None,
+                dweight, dbias, None, None, None, None,
             )  # fmt: skip
 
 
@@ -143,17 +150,23 @@ def _check(given: Mapping[str, Any], bias: Tensor | None = None) -> FP8Target | 
         check_vector("bias", bias, x)
     if residual is not None:
         check_same_shape("residual", residual, x)
+    if given.get("post_residual") is not None:
+        check_same_shape("post_residual", given["post_residual"], x)
+        for name in ("residual", "return_input", "out"):
+            if given[name] is not None and given[name] is not False:
+                raise ValueError(f"{name} must be left out where there is a post_residual, but is given")
     return output_target(given["out"], x)
 
 
 def shard_norm(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> Layout:
     """Rows are divided, and whole rows normalised."""
     refuse(given, "out")
-    return by_rows(given, at, ("x", "residual"), ("weight", "bias"))
+    return by_rows(given, at, ("x", "residual", *(["post_residual"] if "post_residual" in given else [])), ("weight", "bias"))
 
 
 def _norm(name: str, given: Mapping[str, Any], bias: Tensor | None, target: FP8Target | None, backend: str | None) -> Any:
     x, weight, residual, return_input = given["x"], given["weight"], given["residual"], given["return_input"]
+    post = given.get("post_residual")
     chosen = choose(name, backend, kernels.norm_unsupported(x))
     if return_input and residual is None:
         traced = torch.compiler.is_compiling() or under_functorch()
@@ -161,6 +174,8 @@ def _norm(name: str, given: Mapping[str, Any], bias: Tensor | None, target: FP8T
             return _norm(name, {**given, "return_input": False}, bias, target, backend), x
     options = NormOptions(name == "layer_norm", float(given["eps"]), given["zero_centered_gamma"])
     if chosen not in NATIVE:  # a backend returns h beside y where there is a residual, and only there
+        if post is not None:
+            return (_norm(name, {**given, "post_residual": None}, bias, target, backend) + post).to(x.dtype)
         return run_other(name, chosen, **{**given, "eps": options.eps, "return_input": False})
     if target is not None:
         check_forward_only(x, residual, weight, bias)
@@ -168,16 +183,18 @@ def _norm(name: str, given: Mapping[str, Any], bias: Tensor | None, target: FP8T
         return fp8.norm_output(x, residual, *vectors, options, target, chosen == "triton")
     if chosen == "torch" or x.numel() == 0:
         formula = partial(_native_formula, options=options)
-        return run_formula(formula, "input", x, shared=with_fp32_grads(weight, bias), per_row=(residual,))
+        return run_formula(formula, "input", x, shared=with_fp32_grads(weight, bias), per_row=(residual, post))
     weight, bias = contiguous_param(weight), contiguous_param(bias)
-    if not needs_grad(x, residual, weight, bias):
-        y, h, _ = kernels.forward(x, residual, weight, bias, options, False)
+    if not needs_grad(x, residual, weight, bias, post):
+        y, h, _ = kernels.forward(x, residual, weight, bias, post, options, False)
         return y if residual is None else (y, h)
-    return _apply(x, residual, weight, bias, options, not given["memory_efficient"], return_input or residual is not None)
+    return _apply(x, residual, weight, bias, post, options, not given["memory_efficient"], return_input or residual is not None)
 
 
-def _native_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, options: NormOptions) -> Any:
-    return _formula(x, weight, bias, residual, options, x.dtype, native=True)
+def _native_formula(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, post: Tensor | None, options: NormOptions
+) -> Any:
+    return _formula(x, weight, bias, residual, post, options, x.dtype, native=True)
 
 
 # What comes back depends on whether there is a residual: type checkers are told.
@@ -185,7 +202,7 @@ def _native_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
 def rms_norm(
     x: Tensor, weight: Tensor | None = ..., eps: float = ..., *, residual: None = ...,
     zero_centered_gamma: bool = ..., memory_efficient: bool = ..., return_input: Literal[False] = ..., out: None = ...,
-    backend: str | None = ...,
+    post_residual: Tensor | None = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
@@ -221,6 +238,7 @@ def rms_norm(
     memory_efficient: bool = False,
     return_input: bool = False,
     out: FP8Output = None,
+    post_residual: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
     """RMSNorm over the last dimension, after adding a residual if there is one; one kernel forward, one backward.
@@ -237,10 +255,13 @@ def rms_norm(
             by the norm's backward, not by autograd in another pass.
         out: ``fp8`` or an `onepass.FP8Target` returns y as codes of eight bits, made of the fp32 y in the same pass. Codes
             can't be differentiated: no input may require grad, but under `torch.no_grad`.
+        post_residual: of x's shape: added to the norm's result, as blocks do whose norms come last (OLMo 2, Gemma 2). It goes
+            with none of residual, return_input and out.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND.
 
     Returns:
-        y, of x's shape and type; with a residual (y, h), where h is x + residual, rounded to x's type, and y the norm of that h.
+        y, of x's shape and type, rounded once, with post_residual in it; with a residual (y, h), where h is x + residual,
+        rounded to x's type, and y the norm of that h.
         With `return_input` (y, h) always, where h without a residual is x.
         With `out` y is an `onepass.FP8Tensor`: ``codes`` of x's shape, and ``inverse`` of their scale, fp32 ``[..., 1]`` where
         each row has its own.
@@ -248,6 +269,7 @@ def rms_norm(
     given = {
         "x": x, "weight": weight, "eps": eps, "residual": residual, "zero_centered_gamma": zero_centered_gamma,
         "memory_efficient": memory_efficient, "return_input": return_input, "out": out,
+        "post_residual": post_residual,
     }  # fmt: skip
     if has_dtensor(x, weight):
         return run_on_shards("rms_norm", **given, backend=backend)
@@ -333,7 +355,9 @@ def _variant(call: Call, layer: bool) -> str:
     target = output_target(call.out, call.x)
     if target is not None:
         return fp8.output_variant(call.x, call.residual, layer, target)
-    return kernels.norm_variant(call.x, call.residual, call.weight, call.bias if layer else None, layer, call.memory_efficient)
+    post = not layer and call.post_residual is not None
+    bias = call.bias if layer else None
+    return kernels.norm_variant(call.x, call.residual, call.weight, bias, layer, call.memory_efficient, post=post)
 
 
 define_op(

@@ -45,7 +45,7 @@ class NormRows(NamedTuple):
         x, norm_weight, norm_bias, residual = inputs
         assert x is not None
         if self.use_triton:
-            normed, h, stats = kernels.forward(x, residual, norm_weight, norm_bias, self.options, needs is not None)
+            normed, h, stats = kernels.forward(x, residual, norm_weight, norm_bias, None, self.options, needs is not None)
             return cast(normed, self.dtype), (x if h is None else h, norm_weight, norm_bias, stats)
         h = x if residual is None else cast(x + residual, x.dtype)
         layer, eps, centered = self.options

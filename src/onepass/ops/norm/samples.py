@@ -45,6 +45,9 @@ SAMPLES = {
     "rms_norm: residual": Sample(
         partial(random_tensors, ((11, 203), (203,), (11, 203))), rms_norm_reference, keywords=("residual",)
     ),
+    "rms_norm: post_residual": Sample(
+        partial(random_tensors, ((11, 203), (203,), (11, 203))), rms_norm_reference, keywords=("post_residual",)
+    ),
     "gated_rms_norm: the gate first": Sample(
         partial(random_tensors, ((11, 203), (11, 203), (203,))),
         gated_rms_norm_reference,
@@ -76,7 +79,7 @@ SAMPLES = {
 
 SHAPES_OF = {
     "layer_norm": {"residual": lambda x, given: x.shape},
-    "rms_norm": {"residual": lambda x, given: x.shape},
+    "rms_norm": {"residual": lambda x, given: x.shape, "post_residual": lambda x, given: x.shape},
     "gated_rms_norm": {"z": lambda x, given: x.shape},
     "norm_linear": {"residual": lambda x, given: x.shape, "bias": lambda x, given: given["weight"][:1]},
     "gated_norm_linear": {
@@ -110,7 +113,9 @@ def _random_norm(layer: bool, draw: Draw) -> RandomCall:
         tensors["residual"] = RandomTensor((*lead, width), draw.beside(dtype))
     options: dict[str, Any] = {"eps": draw.choose((1e-5, _least_eps(width), 0.1))}
     options["zero_centered_gamma"] = "weight" in tensors and draw.flag(0.3)
-    options["return_input"] = draw.flag(0.2)
+    if not layer and "residual" not in tensors and draw.flag(0.2):
+        tensors["post_residual"] = RandomTensor((*lead, width), draw.beside(dtype))
+    options["return_input"] = "post_residual" not in tensors and draw.flag(0.2)
     reference: Callable[..., Any] = layer_norm_reference if layer else rms_norm_reference
     formula = partial(reference, stored=dtype, **options)
     return RandomCall(tensors, {**options, "memory_efficient": draw.flag(0.2)}, formula)
@@ -215,6 +220,9 @@ def _norm_calls() -> Iterator[CoveringCall]:
             yield _norm_call(norm, width, rows=256)
         for option in ("residual", "main_grad"):
             yield _norm_call(norm, 4096, option=option, rows=256)
+    for width in _WIDTHS:
+        yield _norm_call("rms_norm", width, option="post_residual")
+    yield _norm_call("rms_norm", 4096, torch.float32, "post_residual")
     for width in (128, 4096, 12288, 32768):
         for option in ("memory_efficient", "no weight", "frozen x", "frozen weight", "main_grad"):
             yield _norm_call("layer_norm", width, option=option)
@@ -230,13 +238,13 @@ def _norm_call(norm: str, width: int, dtype: torch.dtype = torch.bfloat16, optio
         vectors = [meta(width, dtype=dtype, requires_grad=option != "frozen weight") for _ in range(1 + (norm == "layer_norm"))]
         if option == "main_grad":
             give_main_grad(*vectors)
-        residual = meta(rows, width, dtype=dtype) if option == "residual" else None
+        added = {option: meta(rows, width, dtype=dtype)} if option in ("residual", "post_residual") else {}
         function: Callable[..., Any] = layer_norm if norm == "layer_norm" else rms_norm
         y = function(
-            x, *([] if option == "no weight" else vectors), residual=residual,
+            x, *([] if option == "no weight" else vectors), **added,
             memory_efficient=option == "memory_efficient", backend="triton",
         )  # fmt: skip
-        result: Tensor = torch.cat(y) if residual is not None else y  # both gradients come back
+        result: Tensor = torch.cat(y) if option == "residual" else y  # both gradients come back
         return result
 
     return CoveringCall(" ".join(filter(None, (norm, f"{rows}x{width}", option))), dtype, run)
