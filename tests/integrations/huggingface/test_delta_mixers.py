@@ -11,6 +11,7 @@ pytest.importorskip("transformers", minversion="5")
 
 from integrations.huggingface.families import VOCABULARY, assert_alike, assert_documents_are_apart, batch, made, mutant_of, step
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import onepass
 from onepass.integrations import huggingface
@@ -41,7 +42,7 @@ def mixers_of(model):
     return [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
 
 
-@pytest.mark.parametrize("family", ("Qwen3_5Text", "Qwen3_5MoeText"))
+@pytest.mark.parametrize("family", ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"))
 def test_a_model_calls_it(family, calls):
     model = made(family, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"])
     before, applied = copy.deepcopy(model), huggingface.apply(model)
@@ -60,8 +61,9 @@ def test_a_model_calls_it(family, calls):
     assert len(calls) == 10
 
 
-def test_documents_are_apart(calls):
-    assert_documents_are_apart("Qwen3_5Text", LENGTHS, 1e-4)
+@pytest.mark.parametrize("family", ("Qwen3_5Text", "Qwen3Next"))
+def test_documents_are_apart(family, calls):
+    assert_documents_are_apart(family, LENGTHS, 1e-4)
     assert len(calls) == 1 + len(LENGTHS)
 
 
@@ -114,6 +116,25 @@ def test_what_is_nearly_such_a_module(name, monkeypatch):
     assert find_delta_mixer(mixers_of(model)[0]) is None
 
 
+ORDERS = {
+    "gates": lambda q, k, v, z, b, a: (q, k, v, z, a, b),
+    "keys": lambda q, k, v, z, b, a: (k, q, v, z, b, a),
+    "heads": lambda q, k, v, z, b, a: (q, k, v.flip(2), z, b, a),
+    "the output's gate": lambda q, k, v, z, b, a: (q, k, v, z.flip(2), b, a),
+}
+
+
+@pytest.mark.parametrize("name", (*ORDERS, None))
+def test_groups_in_another_order(name, monkeypatch):
+    stock, order = modeling_qwen3_next.Qwen3NextGatedDeltaNet.fix_query_key_value_ordering, ORDERS.get(name, lambda *parts: parts)
+    monkeypatch.setattr(
+        modeling_qwen3_next.Qwen3NextGatedDeltaNet, "fix_query_key_value_ordering", lambda *given: order(*stock(*given))
+    )
+    model = made("Qwen3Next")
+    replace_norms(model, Patches())
+    assert (find_delta_mixer(mixers_of(model)[0]) is None) is (name is not None)
+
+
 def all_is_right(applied):
     assert_documents_are_apart("Qwen3_5Text", LENGTHS, 1e-4, applied.apply)
     model = made("Qwen3_5Text")
@@ -122,6 +143,10 @@ def all_is_right(applied):
     for given in (batch(), batch(masked=True)):
         given.setdefault("attention_mask", torch.ones(2, 12, dtype=torch.long))[1, :3] = 0
         assert_alike(step(model, **given), step(before, **given))
+    other = made("Qwen3Next")
+    before = copy.deepcopy(other)
+    assert WHOLE in {row.by for row in applied.apply(other).rows}
+    assert_alike(step(other, **batch()), step(before, **batch()))
     mixer = mixers_of(model)[0]
     x, whole = torch.randn(2, 5, 32), mixer._onepass.whole
     assert whole.suits(x, (), {}) and not whole.suits(x, (1,), {}) and not whole.suits(x, (), {"past_key_values": object()})
@@ -132,6 +157,12 @@ MUTANTS = {
     "documents see each other": ("DeltaMixer.__call__", "beta, cu_seqlens=documents", "beta, cu_seqlens=None"),
     "a convolution over documents": ("DeltaMixer.__call__", "cu_seqlens=documents, split", "cu_seqlens=None, split"),
     "padding is seen": ("DeltaMixer.__call__", "x if mask is None else", "x if mask is not None else"),
+    "groups by values": (
+        "DeltaRoles.ordered",
+        "part.unflatten(-1, (self.key_heads, -1))",
+        "part.unflatten(-1, (sizes.heads, -1))",
+    ),
+    "the gates of groups": ("DeltaRoles.ordered", "b, a = gates", "a, b = gates"),
     "another order": ("DeltaMixer.__call__", "qkv, z, b, a =", "qkv, z, a, b ="),
     "caches": ("DeltaMixer.suits", "and name not in _KNOWN", "and name not in (*_KNOWN, 'past_key_values')"),
     "boundaries of rows": ("DeltaMixer.suits", "and x.shape[0] > 1", "and x.shape[0] > 9"),

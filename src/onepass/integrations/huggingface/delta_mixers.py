@@ -1,4 +1,4 @@
-"""Linear attention with a gated delta rule, such as Qwen3.5's, as a few ops of onepass.
+"""Linear attention with a gated delta rule, such as Qwen3.5's and Qwen3-Next's, as a few ops of onepass.
 
 One product makes q, k and v, the output's gate, and what the rule's gates are made of. `causal_conv1d` convolves, splits, and
 divides q's and k's heads by their lengths. `delta_gates` and `gated_delta_rule` follow, and `gated_norm_linear`: the gated norm
@@ -8,11 +8,11 @@ with the last product. A module is recognised by running its own code on small r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, permutations, product
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,32 @@ _KNOWN = frozenset(  # arguments that are looked at, and those without effect on
 )  # fmt: skip
 
 
+class _Sizes(NamedTuple):
+    channels: int  # of q, k and v
+    values: int  # of v
+    heads: int  # of v
+
+    @classmethod
+    def of(cls, convolution: Any, norm: Any, a_log: Tensor) -> _Sizes:
+        return cls(convolution.weight.shape[0], norm.weight.numel() * a_log.numel(), a_log.numel())
+
+    def split(self, key_heads: int) -> tuple[tuple[int, int, int], int]:
+        """Return the columns of q, k and v, and those of a head of q."""
+        keys = (self.channels - self.values) // 2
+        return (keys, keys, self.values), keys // key_heads
+
+    def heads_of(self, pieces: Any, key_heads: int) -> Iterator[Tensor]:
+        return (piece.unflatten(-1, (n, -1)) for piece, n in zip(pieces, (key_heads, key_heads, self.heads)))  # noqa: B905
+
+
 @dataclass(frozen=True)
 class DeltaRoles:
     """The names of a module's parts, by role, and its heads."""
 
     qkv: str
-    gate: str
+    gate: str | None  # None: `qkv` makes it too, and `b` makes a, in groups of one head of keys each
     b: str
-    a: str
+    a: str | None
     convolution: str
     a_log: str
     dt_bias: str
@@ -59,7 +77,17 @@ class DeltaRoles:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The layers that read the module's input, in the order in which their weights lie."""
-        return self.qkv, self.gate, self.b, self.a
+        return tuple(name for name in (self.qkv, self.gate, self.b, self.a) if name is not None)
+
+    def ordered(self, parts: Iterable[Tensor], sizes: _Sizes) -> tuple[Tensor, ...]:
+        """Return q, k and v side by side, the output's gate, b and a, which may be in groups, of what the layers made."""
+        if self.gate is not None:
+            return tuple(parts)
+        both, gates = (part.unflatten(-1, (self.key_heads, -1)) for part in parts)
+        split, _ = sizes.split(self.key_heads)
+        *qkv, z = both.split([columns // self.key_heads for columns in (*split, sizes.values)], -1)
+        b, a = gates.chunk(2, -1)
+        return torch.cat([part.flatten(-2) for part in qkv], -1), z.flatten(-2), b, a
 
 
 @dataclass
@@ -98,19 +126,19 @@ class DeltaMixer:
         return self.inputs.intact() and self.out.intact()
 
     def __call__(self, x: Tensor, options: dict[str, Any]) -> Tensor:
-        roles, sizes = self.roles, self.inputs.sizes
-        convolution, norm = self._parts()
+        roles, (convolution, norm) = self.roles, self._parts()
         parameters: Any = self.module._parameters
+        sizes = _Sizes.of(convolution, norm, parameters[roles.a_log])
         mask, documents = options.get("attention_mask"), options.get("cu_seq_lens_q")
         documents = None if documents is None else documents.int()
         x = x if mask is None else (x * mask[:, :, None]).to(x.dtype)
-        qkv, z, b, a = parts_of(self.inputs(x), sizes)
-        split, head = _split_of(roles.key_heads, sizes)
+        qkv, z, b, a = roles.ordered(parts_of(self.inputs(x), self.inputs.sizes), sizes)
+        split, head = sizes.split(roles.key_heads)
         pieces = causal_conv1d(
             qkv, convolution.weight, convolution.bias, cu_seqlens=documents, split=split, l2_norm=(head, head, None), eps=_EPS
         )
-        q, k, v = _heads_of(pieces, roles.key_heads, sizes[2])
-        g, beta = delta_gates(a, b, parameters[roles.a_log], parameters[roles.dt_bias])
+        q, k, v = sizes.heads_of(pieces, roles.key_heads)
+        g, beta = (gate.flatten(2) for gate in delta_gates(a, b, parameters[roles.a_log], parameters[roles.dt_bias]))
         y: Any = gated_delta_rule(q, k, v, g, beta, cu_seqlens=documents)
         given = {**vars(norm)["_onepass"].options, "precision": self.out.precision(), "lora": self.out.adapters() or None}
         given["group_size"] = given["group_size"] or norm.weight.numel()
@@ -120,16 +148,6 @@ class DeltaMixer:
         """Return the convolution and the norm."""
         children = self.module._modules
         return children[self.roles.convolution], children[self.roles.norm]
-
-
-def _split_of(key_heads: int, sizes: list[int]) -> tuple[tuple[int, int, int], int]:
-    """Return the columns of q, k and v, and those of a head of q."""
-    keys = (sizes[0] - sizes[1]) // 2
-    return (keys, keys, sizes[1]), keys // key_heads
-
-
-def _heads_of(pieces: Any, key_heads: int, heads: int) -> Iterator[Tensor]:
-    return (piece.unflatten(-1, (n, -1)) for piece, n in zip(pieces, (key_heads, key_heads, heads)))  # noqa: B905
 
 
 # ---- recognition ----
@@ -163,7 +181,9 @@ def _candidates(module: nn.Module) -> Iterator[DeltaRoles]:
     norms = [name for name, child in children.items() if isinstance(vars(child).get("_onepass"), GatedNormMatch)]
     linears = {name: sizes_of(base_of(child)) for name, child in children.items() if is_linear(base_of(child))}
     parameters = {name: p.numel() for name, p in module._parameters.items() if p is not None}
-    if [len(each) for each in (children, convolutions, norms, linears, parameters)] != [7, 1, 1, 5, 2]:
+    if [len(each) for each in (children, convolutions, norms, parameters)] not in ([7, 1, 1, 2], [5, 1, 1, 2]):
+        return
+    if len(linears) != len(children) - 2:
         return
     convolution, heads = children[convolutions[0]], max(parameters.values())
     channels, width = convolution.in_channels, children[norms[0]].weight.numel() * heads
@@ -173,11 +193,11 @@ def _candidates(module: nn.Module) -> Iterator[DeltaRoles]:
     )
     if convolution.groups != channels or keys < 1:
         return
-    for names in sorted(permutations(linears), key=itemgetter(4)):
-        outputs = [linears[name][1] for name in names[:4]]
-        if outputs == [channels, width, heads, heads] and linears[names[4]][0] == width:
+    apart = [channels, width, heads, heads] if len(linears) == 5 else [channels + width, 2 * heads]
+    for *names, out in sorted(permutations(linears), key=itemgetter(-1)):
+        if [linears[name][1] for name in names] == apart and linears[out][0] == width:
+            qkv, gate, b, a = names if len(names) == 4 else (names[0], None, names[1], None)
             for (a_log, dt_bias), key_heads in product(permutations(parameters), numbers):
-                qkv, gate, b, a, out = names
                 yield DeltaRoles(qkv, gate, b, a, convolutions[0], a_log, dt_bias, norms[0], out, key_heads)
 
 
@@ -196,13 +216,14 @@ def _right(module: nn.Module, candidates: list[DeltaRoles]) -> DeltaRoles | None
         return gated_rms_norm_reference(y, z, weight, **options)
 
     def formula(roles: DeltaRoles, x: Tensor) -> Tensor:
-        sizes = [layers[name].out_features for name in roles.inputs]
-        qkv, z, b, a = (layers[name](x) for name in roles.inputs)
-        split, head = _split_of(roles.key_heads, sizes)
+        sizes = _Sizes.of(stock, gated, own[roles.a_log])
+        qkv, z, b, a = roles.ordered([layers[name](x) for name in roles.inputs], sizes)
+        split, head = sizes.split(roles.key_heads)
         pieces = causal_conv1d_reference(qkv, taps, shift, split=split, l2_norm=(head, head, None), eps=_EPS)
-        q, k, v = _heads_of(pieces, roles.key_heads, sizes[2])
-        y: Any = gated_delta_rule_reference(q, k, v, *delta_gates_reference(a, b, own[roles.a_log], own[roles.dt_bias]))
-        made: Tensor = layers[roles.out](normed(y, z.unflatten(-1, (sizes[2], -1))).flatten(-2))
+        q, k, v = sizes.heads_of(pieces, roles.key_heads)
+        g, beta = delta_gates_reference(a.flatten(2), b.flatten(2), own[roles.a_log], own[roles.dt_bias])
+        y: Any = gated_delta_rule_reference(q, k, v, g, beta)
+        made: Tensor = layers[roles.out](normed(y, z.unflatten(-1, (sizes.heads, -1))).flatten(-2))
         return made
 
     convolution = probe(stock, {}, _parameters={"weight": taps, "bias": shift})
