@@ -40,7 +40,7 @@ REAL = Case(B=4, S=4096, heads=32, groups=8, D=64, R=64)
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("S", (1, 63, 64, 65, 127, 129, 257, 1000))
 @pytest.mark.parametrize(("heads", "groups"), ((4, 4), (8, 2), (3, 1)))
-@pytest.mark.parametrize("D", (16, 32, 64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("D", (16, 32, 64, 80, 96, 128, 192, 256, 512))
 def test_every_kind_of_heads_and_ends(D, heads, groups, S, dtype):
     case = Case(S=S, heads=heads, groups=groups, D=D, R=D if S % 2 else 0, dtype=dtype, overwrite=S % 4 == 1)
     report = judge_case(module, case)

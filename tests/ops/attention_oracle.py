@@ -358,7 +358,7 @@ def real_cases() -> list[Case]:
         replace(case, heads=7, groups=1, S=5),
         replace(case, S=130, heads=3, groups=3, spread=40.0, R=0),
         replace(case, scale=3.0, layout="strided", overwrite=True),
-        *(replace(case, B=1, S=70, heads=2, groups=1, D=D, R=D // 2) for D in (80, 96, 192, 256)),
+        *(replace(case, B=1, S=70, heads=2, groups=1, D=D, R=D // 2) for D in (80, 96, 192, 256, 512)),
         packed((130, 7, 200), heads=2, groups=1, D=64, R=64, window=100),
         packed((1, 66), heads=2, groups=1, D=128, R=0, softcap=2.0, sinks=True),
         packed((5, 90), heads=2, groups=1, D=256, R=32, causal=False),

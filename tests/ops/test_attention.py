@@ -378,7 +378,7 @@ def test_explain_names_the_kernels():
         (torch.ones(1, 2, COLUMNS), "qkv is torch.float32, and the kernels take 16 bits"),
         (
             torch.ones(1, 2, 8 * 24).bfloat16(),
-            "heads of 24 are none of 16, 32, 64, 80, 96, 128, 192, 256, which the kernels take; torch takes any",
+            "heads of 24 are none of 16, 32, 64, 80, 96, 128, 192, 256, 512, which the kernels take; torch takes any",
         ),
         (torch.ones(1, 1, 1).bfloat16().expand(1, (1 << 20) + 1, COLUMNS), "1048577 tokens are more than 1048576"),
     ],

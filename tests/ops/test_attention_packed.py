@@ -242,7 +242,7 @@ def test_compiled_documents_are_the_same():
 def test_what_the_kernels_can_not_take_is_named():
     row = torch.zeros(1, 8, 3 * 48, device=DEVICE, dtype=BF16)
     reason = onepass.explain("attention", row, 1, 1).reasons["triton"]
-    assert reason == "heads of 48 are none of 16, 32, 64, 80, 96, 128, 192, 256, which the kernels take; torch takes any"
+    assert reason == "heads of 48 are none of 16, 32, 64, 80, 96, 128, 192, 256, 512, which the kernels take; torch takes any"
     many = torch.zeros(1 << 15, dtype=torch.int32, device=DEVICE)
     with onepass.validate(False):
         many[-1] = 8

@@ -196,7 +196,7 @@ ALLOWED_SPILLS = {
 # Of attention's kernels, by a word of the call, on sm_80, sm_90 and sm_100. Each of these options is one more loop, or a mask in
 # a loop that fills the registers. On sm_90 what spills less took longer (0014); the others are not measured.
 ATTENTION_SPILLS = {
-    "x80": (20, 12, 6), "x96": (20, 12, 6), "x192": (0, 81, 69), "x256": (0, 120, 69),
+    "x80": (20, 12, 6), "x96": (20, 12, 6), "x192": (0, 81, 69), "x256": (0, 120, 69), "x512": (0, 60, 60),
     "documents": (3, 15, 8), "full": (4, 28, 0), "softcap": (28, 250, 69), "window": (187, 394, 53),
 }  # fmt: skip
 

@@ -33,6 +33,7 @@ from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 TOKENS, HIDDEN = 5, 6
 EPS = 1e-6  # of norms that stand in for a module's
+_SHARED = "shared_kv_states"  # an argument
 _OWN = 5  # the seed of parameters that do
 _LATE = 2**20  # a position
 
@@ -52,9 +53,13 @@ class FusedAttention:
     rows: bool = False  # the norms are of whole rows
     gated: bool = False  # q's projection gives each head's query and its gate
     sinks: str | None = None  # the parameter of its sinks
+    shares: bool = False  # keys before their norm and rotation are the values too
+    value_norm: str | None = None  # the child that normalises values' heads
 
     def norm_options(self, module: nn.Module) -> dict[str, Any] | None:
         """Return the heads' norms' weights and options, or None where other code runs in one of the norms."""
+        if self.value_norm is not None and ((norm := norm_at(module, self.value_norm)) is None or not norm.untouched()):
+            return None
         if not self.norms:
             return {}
         q_norm, k_norm = (norm_at(module, name) for name in self.norms)
@@ -62,14 +67,19 @@ class FusedAttention:
             return None
         return {} if self.rows else {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **q_norm.options}
 
-    def arranged(self, qkv: Tensor, norms: tuple[Callable[[Tensor], Tensor], ...]) -> tuple[Tensor, Tensor | None]:
-        """Return q, k and v as attention takes them, and the gate. norms: of rows, of q and of k, or none."""
-        if not (self.gated or norms):
+    def arranged(
+        self, qkv: Tensor, norms: tuple[Callable[[Tensor], Tensor], ...], of_values: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return q, k and v as attention takes them, and the gate. norms: of rows, of q and of k, or none; and of v's heads."""
+        if not (self.gated or norms or self.shares or of_values):
             return qkv, None
-        columns = qkv.shape[-1] // (self.heads * (1 + self.gated) + 2 * self.groups)  # of a head
-        sizes = [columns * self.heads * (1 + self.gated), columns * self.groups, columns * self.groups]
-        q, k, v = qkv.split(sizes, -1)
+        columns = qkv.shape[-1] // (self.heads * (1 + self.gated) + (2 - self.shares) * self.groups)  # of a head
+        sizes = [columns * self.heads * (1 + self.gated), *[columns * self.groups] * (2 - self.shares)]
+        q, k, *values = qkv.split(sizes, -1)
+        v = k if self.shares else values[0]
         gate = None
+        if of_values is not None:
+            v = of_values(v.unflatten(-1, (self.groups, columns))).flatten(-2)
         if self.gated:
             q, gate = (x.flatten(-2) for x in q.unflatten(-1, (self.heads, 2 * columns)).chunk(2, -1))
         if norms:
@@ -78,6 +88,8 @@ class FusedAttention:
 
     def words(self) -> str:
         kinds = [f"{' and '.join(self.norms)}{' of rows' if self.rows else ''}"] if self.norms else []
+        kinds += [] if self.value_norm is None else [self.value_norm]
+        kinds += ["keys as values"] if self.shares else []
         kinds += ["gated"] if self.gated else []
         kinds += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
         return ", ".join(["attention", *kinds, *([] if self.sinks is None else ["sinks"])])
@@ -103,13 +115,13 @@ def interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
     return None
 
 
-def calls_rotation(module: Any, linears: list[str]) -> bool:
+def calls_rotation(module: Any, linears: list[str], rotation: Rotation) -> bool:
     """Whether the module's code calls the rotation that is among its globals, as far as a run shows."""
     calls: list[None] = []
 
-    def rotate(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, *_: Any, **__: Any) -> Any:
         calls.append(None)
-        return q, k
+        return q if rotation.single else (q, k)
 
     code = with_globals(type(module).forward, {ROTATION: rotate})
     layers = {name: Function(partial(random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
@@ -151,14 +163,16 @@ def tried(
     training: bool = False,
     mask: Tensor | None = None,
     code: Callable[..., Any] | None = None,
+    shared: Any = None,
 ) -> Any:
     """Run the module's code, or other code, with these layers and this attention implementation.
 
-    angles: of the tables' columns, or complex tables themselves.
+    angles: of the tables' columns, or complex tables themselves. shared: keys and values of other layers; None: random ones.
 
     Norms that are not among the layers are replaced by identities, and parameters of its own by random ones.
     """
-    others = {name: Function(lambda x: x) for name in norms_in(module) if name not in layers}
+    norms = [*norms_in(module), *_weightless_in(module)]
+    others = {name: Function(lambda x: x) for name in norms if name not in layers}
     config = shallow(module.config, _attn_implementation=by)
     own = {name: None if p is None else randn(*p.shape, seed=_OWN) for name, p in module._parameters.items()}
     made = probe(module, {**layers, **others}, config=config, training=training, _parameters=own)
@@ -168,9 +182,26 @@ def tried(
         options["position_embeddings"] = angles if angles.is_complex() else (angles.cos(), angles.sin())
     if "position_ids" in names and names["position_ids"].default is inspect.Parameter.empty:
         options["position_ids"] = torch.arange(_LATE, _LATE + TOKENS)[None]
+    if _SHARED in names:
+        options[_SHARED] = _SharedStates(module) if shared is None else shared
     with _LatePositions():
         result = probe_forward(made, hidden, probed_code=code, **options)
     return result[0] if isinstance(result, tuple) else result
+
+
+class _SharedStates(dict[str, tuple[Tensor, Tensor]]):
+    """Random keys and values of other layers."""
+
+    def __init__(self, module: Any) -> None:
+        groups = module.config.num_attention_heads // getattr(module, "num_key_value_groups", 1)
+        self._shape = 1, groups, TOKENS, head_size_of(module)
+
+    def __missing__(self, name: str) -> tuple[Tensor, Tensor]:
+        return randn(*self._shape, seed=6), randn(*self._shape, seed=7)
+
+
+class _Unshared:
+    """Refuses to be read or written."""
 
 
 class _LatePositions(TorchFunctionMode):
@@ -229,11 +260,12 @@ def _as_attention(
     """Compare the module's code, called with or without tables of positions, and the formula on small layers."""
     size, heads = head_size_of(module), module.config.num_attention_heads
     gated = len(projections.sizes) == 3 and projections.sizes[0] == 2 * heads * size
-    groups = (sum(projections.sizes) // size - heads * (1 + gated)) // 2
+    shares = len(projections.sizes) == 2
+    groups = (sum(projections.sizes) // size - heads * (1 + gated)) // (2 - shares)
     scale = getattr(module, "scaling", None)
     softcap = None if interface is None else interface.softcap
     scale = scale if isinstance(scale, float) and scale > 0 else size**-0.5
-    whole = FusedAttention(heads, groups, scale, rotation, softcap, tables, gated=gated)
+    whole = FusedAttention(heads, groups, scale, rotation, softcap, tables, gated=gated, shares=shares)
     sinks = [name for name, p in module._parameters.items() if p is not None]
     if interface is not None and interface.sinks:
         if len(sinks) != 1 or module._parameters[sinks[0]].shape != (heads,):
@@ -246,7 +278,7 @@ def _as_attention(
     if widths is None or (norms and sorted(widths) not in ([size, size], sorted([heads * size, groups * size]))):
         return None
     whole = replace(whole, rows=bool(norms) and widths != [size, size])
-    if len(projections.names) not in (1, 3) or sum(projections.sizes) != (heads * (1 + gated) + 2 * groups) * size:
+    if len(projections.names) > 3 or sum(projections.sizes) != (heads * (1 + gated) + (2 - shares) * groups) * size:
         return None
     if heads * size != sizes_of(module._modules[out])[0]:
         return None
@@ -259,6 +291,7 @@ def _as_attention(
     qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
     weights_of = {name: randn(width, seed=50 + i) for i, (name, width) in enumerate(zip(norms, widths, strict=True))}
     stand_ins = {name: (weight, Function(partial(normed, weight=weight))) for name, weight in weights_of.items()}
+    of_values = {name: Function(partial(normed, weight=torch.ones((), dtype=FP64))) for name in _weightless_in(module)}
     by, mask = "sdpa", None
     if softcap is not None or whole.sinks is not None:  # which SDPA refuses
         by, mask = "eager", torch.full((TOKENS, TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
@@ -266,28 +299,35 @@ def _as_attention(
     for width in _widths(module):
         angles = randn(1, TOKENS, width // 2, seed=2)
         doubled = angles if rotation is None else rotation.doubled(angles)
-        made = {**layers, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
-        results = [tried(module, made, x, doubled if tables else None, by, training, mask) for training in (False, True)]
+        made = {**layers, **of_values, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
+        given = x, doubled if tables else None, by
+        results = [tried(module, made, *given, training, mask, shared=_Unshared()) for training in (False, True)]
         cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
         interleaved = rotation is not None and rotation.interleaved
         call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=EPS)
-        for names in permutations(norms):
+        for names, value_norm in product(permutations(norms), (None, *of_values)):
             if whole.rows and [weights_of[name].numel() for name in names] != [heads * size, groups * size]:
                 continue
             weights = tuple(stand_ins[name][0] for name in names) if names and not whole.rows else (None, None)
             row_norms = tuple(stand_ins[name][1] for name in names) if whole.rows else ()
-            arranged, gate = whole.arranged(qkv, row_norms)
+            arranged, gate = whole.arranged(qkv, row_norms, None if value_norm is None else of_values[value_norm])
             y = attention_formula(arranged, cos, sin, call, None, logits, weights)  # type: ignore[arg-type]
             expected = last(y if gate is None else y * gate.sigmoid()).detach()
             if all(close(each, expected, 1e-6) for each in results):
-                return replace(whole, norms=names)
+                return replace(whole, norms=names, value_norm=value_norm)
     return None
 
 
 def norm_at(module: nn.Module, name: str) -> NormMatch | None:
     """Return the match of a child that onepass has replaced, as a norm."""
-    match = vars(module._modules[name]).get("_onepass")
+    child = module._modules[name]
+    match = None if child is None else vars(child).get("_onepass")
     return match if isinstance(match, NormMatch) else None
+
+
+def _weightless_in(module: nn.Module) -> list[str]:
+    """Return the children that onepass has replaced as norms without weights."""
+    return [name for name in module._modules if (norm := norm_at(module, name)) is not None and norm.weight is None]
 
 
 def _widths_of_norms(norms: list[NormMatch | None]) -> list[int] | None:

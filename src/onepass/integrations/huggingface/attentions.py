@@ -53,10 +53,10 @@ from onepass.integrations.huggingface.rotation import (
 from onepass.integrations.huggingface.snapshot import CODE_CHANGED, UNREAD, Snapshot, reads_of
 from onepass.ops.attention.attention import SIZES, attention
 
-_HARMLESS = frozenset(  # arguments of attention that have no effect without a mask and a cache
+_HARMLESS = frozenset(  # arguments that have no effect without a mask and a cache, on attention that is one op
     (
         "position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels",
-        "output_router_logits",
+        "output_router_logits", "shared_kv_states",
     )
 )  # fmt: skip
 LENGTHS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # a marker has them
@@ -168,7 +168,8 @@ class AttentionMatch:
         B, S = qkv.shape[:2]
         cos, sin = (None, None) if whole.rotation is None else whole.rotation.tables(*options["position_embeddings"])
         row_norms = (norm_at(self.module, name) for name in whole.norms) if whole.rows else ()
-        qkv, gate = whole.arranged(qkv, tuple(row_norms))  # type: ignore[arg-type]
+        of_values = None if whole.value_norm is None else norm_at(self.module, whole.value_norm)
+        qkv, gate = whole.arranged(qkv, tuple(row_norms), of_values)  # type: ignore[arg-type]
         if documents is not None:
             qkv = qkv.view(1, B * S, -1)
             cos, sin = (None if table is None else table.expand(B, S, -1).reshape(1, B * S, -1) for table in (cos, sin))
@@ -246,7 +247,7 @@ def find_attention(module: nn.Module, readable: bool) -> AttentionMatch | None:
         projections = latent[0]
         if (found := as_latent(module, *latent)) is not None:
             whole, out = found
-    rotates = rotation is not None and calls_rotation(module, linears)
+    rotates = rotation is not None and calls_rotation(module, linears, rotation)
     return AttentionMatch(module, projections, out, _original(module, rotation, interface), rotation, whole, interface, rotates)
 
 

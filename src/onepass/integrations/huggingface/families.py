@@ -65,7 +65,10 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by the name of the configuration's cl
     "Gemma": SMALL | {"head_dim": 16},
     "Gemma2": SMALL | {"head_dim": 16, "sliding_window": 5},
     "Gemma3Text": SMALL | {"head_dim": 16, "sliding_window": 5},
-    "Gemma4Text": SMALL | {"head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 8} | _WINDOW_BESIDE_WHOLE,
+    "Gemma4Text": SMALL | {
+        "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_hidden_layers": 4, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": True,
+    },
     "Phi3": SMALL,
     "GptOss": MOE | {"num_local_experts": 4, "head_dim": 16, "sliding_window": 5},
     "DeepseekV2": _MIXED | _LATENT | {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.probe import close
 from onepass.ops.attention.attention import attention
 from onepass.ops.attention.attention import unsupported as attention_unsupported
+from onepass.ops.attention.by_cudnn import WIDEST
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
@@ -86,7 +87,8 @@ class Interfaces:
                 return function(module, q, k, v, attention_mask, *args, **options)
             assert attention_mask is not None
             documents, window = documents_of(attention_mask), window_of(module._onepass.window, q.shape[2])
-            if documents is None and window is None and name == "sdpa" and module._onepass.interface.is_plain:
+            plain = documents is None and window is None and name == "sdpa" and module._onepass.interface.is_plain
+            if plain and (q.shape[3] <= WIDEST or not q.is_cuda):
                 return function(module, q, k, v, None, *args, **options)
             taken: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "s_aux")}
             return attend_heads(q, k, v, documents, window=window, **taken), None

@@ -62,7 +62,7 @@ class OnepassRotaryPosEmb(_Layer):
         if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or unsqueeze_dim not in (1, 2):
             stock: tuple[Tensor, Tensor] = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
             return stock
-        return _rotate(q, k, cos, sin, unsqueeze_dim)
+        return _rotate(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
 
 
 class OnepassRMSNormGated(_Layer):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
-from onepass.integrations.huggingface.interfaces import NOTHING, marker_of, window_of
+from onepass.integrations.huggingface.interfaces import NOTHING, marker_of, masks_nothing, window_of
 from onepass.integrations.huggingface.layer_trace import hands_on
 from onepass.integrations.huggingface.layers import LayerMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
@@ -116,7 +116,7 @@ class Stack:
 
     def _marker(self, stack: Any, everything: dict[str, Any]) -> Tensor | None:
         cache = everything.get("use_cache")
-        inputs = {name: value for name, value in everything.items() if value is not None and value is not False}
+        inputs = {name: value for name, value in everything.items() if not _is_nothing(name, value)}
         if getattr(stack.config, "use_cache", False) if cache is None else cache:
             self._check_rows(inputs, "with a cache, which use_cache=False leaves out, transformers looks for none")
             raise Refused("a cache")
@@ -168,15 +168,13 @@ class Stack:
 
     def _hides_more(self, tokens: int) -> bool:
         """Whether a layer needs onepass's attention even where rows are whole."""
-        attentions = [path.attention for path in self.paths]
-        return any(
-            window_of(each.window, tokens) is not None or (each.interface is not None and not each.interface.is_plain)
-            for each in attentions
-        )
+        return any(_hides_more(path.attention, tokens) for path in self.paths)
 
     def _check_kernels(self, tokens: int, documents: Tensor | None) -> None:
         """Refuse what no kernel takes: PyTorch's way would be a mask of all tokens of the batch."""
         for path in self.paths:
+            if documents is None and not _hides_more(path.attention, tokens):
+                continue
             weight, size = next(path.attention.module.parameters()), path.attention.head_size
             qkv = torch.empty(1, 0, 3 * size, dtype=weight.dtype, device=weight.device)
             why = f"{tokens} tokens" if tokens > LONGEST else attention_unsupported(qkv, 1, 1, documents)
@@ -184,6 +182,16 @@ class Stack:
                 raise Refused(f"documents or windows that no kernel takes ({why})")
             if choose("attention", None, None) != "triton":
                 raise Refused("documents or windows, by another backend than triton")
+
+
+def _hides_more(attention: AttentionMatch, tokens: int) -> bool:
+    """Whether it needs onepass's attention even where rows are whole."""
+    plain = attention.interface is None or attention.interface.is_plain
+    return not plain or window_of(attention.window, tokens) is not None
+
+
+def _is_nothing(name: str, value: Any) -> bool:
+    return value is None or value is False or (name == "logits_to_keep" and type(value) is int and value == 0)
 
 
 def replace_masks(model: nn.Module, patches: Patches) -> list[AppliedRow]:
@@ -242,7 +250,7 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
         return None, "its code doesn't pass a mask on to its layers"
     if any(there is not None for run in (plain, marked) for there in run.without(attends)):
         return None, "not all of its layers pass a mask on to an attention that is causal"
-    if any(mask is not NOTHING for mask in marked.of(attends)):
+    if any(not masks_nothing(mask) for mask in marked.of(attends)):
         return None, "its code doesn't pass a mask on to its layers"
     if not plain.agrees(marked):
         return None, "its code gives its layers something else where there is a mask"
@@ -295,7 +303,7 @@ class _Run:
 
 def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
     """Run the stack's code with stand-ins for all children, eager attention's masks, and a short window."""
-    hidden = torch.zeros(_ROWS, _TOKENS, 4)
+    ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
     children: dict[str, nn.Module] = {}
     layers: list[Function] = []
     others: list[Function] = []
@@ -307,7 +315,11 @@ def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
         if child is None:
             continue
         if isinstance(child, nn.Embedding):  # of tokens or positions
-            children[name] = made = Function(lambda *_, **__: hidden)
+            width = child.embedding_dim
+            children[name] = made = Function(lambda *_, width=width, **__: torch.zeros(_ROWS, _TOKENS, width))
+        elif isinstance(child, nn.Linear):
+            width = child.out_features
+            children[name] = made = Function(lambda x, width=width: torch.zeros(*x.shape[:-1], width))
         else:
             children[name] = made = Function(_tables if "rotary" in name else _first)
         others.append(made)
@@ -315,7 +327,6 @@ def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(config, name, None) is not None:
             setattr(config, name, _WINDOW)
-    ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
     options: dict[str, Any] = {"input_ids": ids, "use_cache": False, _MASK: mask, **given}
     probe_forward(probe(stack, children, config=config), **options)
     calls = [{**{str(i): value for i, value in enumerate(args)}, **options} for each in layers for args, options in each.calls]
@@ -335,7 +346,7 @@ def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor], attends: li
     padding = name is _MASK
     own = _run(stack, value if padding else None, **({} if padding else {name: value}))
     marked = _run(stack, NOTHING, **({} if padding else {name: value}))
-    if len(own.masks) != len(attends) or any(mask is not NOTHING for mask in marked.of(attends)) or not own.agrees(marked):
+    if len(own.masks) != len(attends) or any(not masks_nothing(mask) for mask in marked.of(attends)) or not own.agrees(marked):
         return False
     if any(mask is not None for run in (own, marked) for mask in run.without(attends)):
         return False

@@ -42,7 +42,7 @@ class NormMatch:
 
     @property
     def weight(self) -> Tensor | None:
-        return self.module.weight  # type: ignore[return-value]
+        return self.module._parameters.get("weight")
 
     @property
     def bias(self) -> Tensor | None:
@@ -50,6 +50,8 @@ class NormMatch:
 
     @property
     def name(self) -> str:
+        if self.weight is None:
+            return "rms_norm, no weight"
         return ("layer_norm" if self.layer else "rms_norm") + (", zero-centred" if self.zero_centered else "")
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -78,7 +80,11 @@ def find_norm(module: nn.Module) -> NormMatch | None:
 
 def _found(module: nn.Module, reads: Reads) -> NormMatch | None:
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or module._modules or module._buffers or own_forward(module):
+    if module._modules or module._buffers or own_forward(module):
+        return None
+    if weight is None and (module._parameters or not _is_named_so(module)):  # one that only divides
+        return None
+    if weight is not None and weight.dim() != 1:
         return None
     reads.names |= {"eps", "normalized_shape"} & vars(module).keys()  # PyTorch's own are not probed
     if type(module).forward is nn.LayerNorm.forward:
@@ -114,16 +120,21 @@ def _by_trial(module: nn.Module, eps: float) -> NormMatch | None:
     x = randn(2, _SIZE, _SIZE) * small  # square: a norm over another dimension runs too, and differs
     y = probe_forward(probe(module, {}, _parameters=parameters), x)
     shift = None if parameters.get("bias") is None else bias
-    for layer, centered in product((True,) if shift is not None else (False, True), (False, True)):
-        factor, sizes = weight + 1 if centered else weight, (_SIZE,)
+    ways = [(False, False)] if not parameters else product((True,) if shift is not None else (False, True), (False, True))
+    for layer, centered in ways:
+        factor, sizes = None if not parameters else weight + 1 if centered else weight, (_SIZE,)
         expected = F.layer_norm(x, sizes, factor, shift, eps) if layer else F.rms_norm(x, sizes, factor, eps)
         if close(y, expected, _SLACK):
             return NormMatch(module, layer, eps, centered)
     return None
 
 
+def _is_named_so(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
 def looks_like_a_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not module._modules and bool(module._parameters)
+    return _is_named_so(module) and not module._modules and bool(module._parameters)
 
 
 def replace_norms(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, NormMatch], list[AppliedRow]]:

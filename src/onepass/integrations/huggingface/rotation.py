@@ -25,6 +25,7 @@ class Rotation:
 
     interleaved: bool  # neighbours form a pair, else one of each half
     layout: str  # of tables: every value twice, in "halves" or in "pairs", or "once"; or "complex": cos and sin are parts of one
+    single: bool = False  # its function takes q or k alone
 
     def tables(self, *given: Tensor) -> tuple[Tensor, Tensor]:
         """Convert tables [B, S, R] to [S, R/2], or to [B, S, R/2] if each sequence has its own positions."""
@@ -43,13 +44,16 @@ class Rotation:
         return half.repeat_interleave(2, -1) if self.layout == "pairs" else torch.cat([half, half], -1)
 
     @property
-    def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return _function_of(self)
+    def function(self) -> Callable[..., Any]:
+        return _function_of_one(self) if self.single else _function_of(self)
 
 
 HALVES = Rotation(False, "halves")
 COMPLEX = Rotation(True, "complex")  # DeepSeek V2's, by another function
-ROTATIONS = (HALVES, Rotation(True, "pairs"), Rotation(False, "once"), Rotation(True, "halves"), Rotation(True, "once"))
+SINGLE = Rotation(False, "halves", single=True)  # Gemma 4's
+ROTATIONS = (
+    HALVES, Rotation(True, "pairs"), Rotation(False, "once"), Rotation(True, "halves"), Rotation(True, "once"), SINGLE,
+)  # fmt: skip
 
 
 @functools.cache
@@ -61,6 +65,17 @@ def _function_of(how: Rotation) -> Callable[..., tuple[Tensor, Tensor]]:
             return rope(q, k, *tables, interleaved=how.interleaved)
         q, k = rope(q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=how.interleaved)
         return q.transpose(1, 2), k.transpose(1, 2)
+
+    return rotated
+
+
+@functools.cache
+def _function_of_one(how: Rotation) -> Callable[..., Tensor]:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        """Rotate x. unsqueeze_dim: its dimension of heads, 1 or 2."""
+        heads = x if unsqueeze_dim == 2 else x.transpose(1, 2)
+        y, _ = rope(heads, heads[..., :0, :], *how.tables(cos, sin), interleaved=how.interleaved)
+        return y if unsqueeze_dim == 2 else y.transpose(1, 2)
 
     return rotated
 
@@ -90,8 +105,12 @@ def _only_calls(forward: Any) -> bool:
 def _is(function: Callable[..., Any], how: Rotation) -> bool:
     q, k, angles = randn(2, 3, 5, 8), randn(2, 1, 5, 8, seed=2), randn(2, 5, 4, seed=3)
     cos, sin = angles.cos(), angles.sin()
+    tables = how.doubled(cos), how.doubled(sin)
     try:
-        rotated = function(q, k, how.doubled(cos), how.doubled(sin))
+        if how.single:
+            rotated = function(q, *tables), function(k.transpose(1, 2), *tables, unsqueeze_dim=2).transpose(1, 2)
+        else:
+            rotated = function(q, k, *tables)
     except Exception:
         return False
     expected = (rope_formula(x.transpose(1, 2), cos, sin, how.interleaved).transpose(1, 2) for x in (q, k))

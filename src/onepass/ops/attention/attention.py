@@ -65,7 +65,7 @@ from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.sizes import shared_memory
 
-SIZES = (16, 32, 64, 80, 96, 128, 192, 256)  # of heads
+SIZES = (16, 32, 64, 80, 96, 128, 192, 256, 512)  # of heads
 LONGEST = 1 << 20  # tokens
 MOST_DOCUMENTS = 1 << 15  # and their blocks, are programs of a grid's second dimension
 _TYPES = (torch.bfloat16, torch.float16)
@@ -407,8 +407,8 @@ def attention(
             on for heads over 64 or from 2048 tokens outside of a compiled graph, and flash-attn-4's, where that is installed: the
             gradients' last bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on.
         backend: ``auto``, ``triton``, ``torch``, ``cudnn``, ``flash_attn``, ``varlen_attn`` or a registered name; None leaves it
-            to `use_backend` and ONEPASS_BACKEND. The kernels take bf16 and fp16 and heads of 16, 32, 64, 80, 96, 128, 192 or
-            256, and give calls to cuDNN's and flash-attn-4's where those are faster and as deterministic. ``torch`` is
+            to `use_backend` and ONEPASS_BACKEND. The kernels take bf16 and fp16 and heads of 16, 32, 64, 80, 96, 128, 192, 256
+            or 512, and give calls to cuDNN's and flash-attn-4's where those are faster and as deterministic. ``torch`` is
             PyTorch's own attention, with a mask where there are documents or a window, and a formula where there is a softcap
             or sinks. The last three run the kernels that they name, or raise and say why not.
 

@@ -209,6 +209,8 @@ def _dsinks_kernel(lse_ptr, delta_ptr, sinks_ptr, dsinks_ptr, M, ROWS, S, HEADS:
 @lru_cache(64)
 def dq_tiles(W: int, smem: int) -> AttentionTiles:
     """Tiles for dq. More programs a multiprocessor hide each other's waits: worth a few spilled registers, here and below."""
+    if W > 256:
+        return AttentionTiles(32, 16, 8, 1) if smem <= HOPPER_SMEM else AttentionTiles(32, 32, 8, 1)
     if W > 128:
         return AttentionTiles(64, 32, 8, 2) if smem <= HOPPER_SMEM else AttentionTiles(128, 32, 8, 2)
     if smem <= HOPPER_SMEM:
@@ -219,6 +221,8 @@ def dq_tiles(W: int, smem: int) -> AttentionTiles:
 @lru_cache(1024)
 def dk_dv_tiles(W: int, S: int, smem: int) -> AttentionTiles:
     """Tiles for dk and dv. Small ones waste less on the diagonal, much of a short sequence. S is 0 for documents and softcaps."""
+    if W > 256:
+        return AttentionTiles(16, 16, 8, 1) if smem <= HOPPER_SMEM else AttentionTiles(32, 16, 8, 2)
     if W > 128:
         return AttentionTiles(32, 32, 8, 2) if smem <= HOPPER_SMEM else AttentionTiles(64, 64, 8, 2)
     if smem <= HOPPER_SMEM:

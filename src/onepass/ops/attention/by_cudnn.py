@@ -25,6 +25,7 @@ from onepass.runtime.op import Reason
 
 # From how many tokens on it is faster than our kernels, by the size of heads (docs/notes/0014-attention.md).
 _FORWARD_FROM = {64: 2048, 128: 512}  # its forward alone
+WIDEST = 256  # heads that cuDNN takes; beyond, PyTorch has one kernel, whose backward takes ten times its forward (note 0014)
 _NARROW, _ALL_FROM = 64, 2048  # forward and backward, for heads of up to 64; wider heads: always
 _BACKWARD_SIZE, _BACKWARD_HEADS, _BACKWARD_FROM = 128, 32, 2048  # of heads, how many at least, and tokens, a multiple of _STEP
 _WORKSPACE = 1 << 30  # bytes, of a backward at most
@@ -71,7 +72,7 @@ def _strides_fit(qkv: Tensor) -> bool:
 
 def all_by_cudnn(qkv: Tensor, D: int) -> bool:
     """Whether PyTorch's attention is faster forward and backward. Its backward sums in no fixed order."""
-    return has_cudnn(qkv, newest=10) and (D > _NARROW or qkv.shape[1] >= _ALL_FROM)
+    return D <= WIDEST and has_cudnn(qkv, newest=10) and (D > _NARROW or qkv.shape[1] >= _ALL_FROM)
 
 
 def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:

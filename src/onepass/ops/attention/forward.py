@@ -131,6 +131,8 @@ HOPPER_SMEM = 200_000  # bytes: GPUs have more shared memory than this from Hopp
 
 @lru_cache(64)
 def forward_tiles(W: int, smem: int) -> AttentionTiles:
+    if W > 256:
+        return AttentionTiles(32, 16, 8, 1) if smem <= HOPPER_SMEM else AttentionTiles(64, 16, 8, 2)
     if W > 128:
         return AttentionTiles(64, 32, 8, 2) if smem <= HOPPER_SMEM else AttentionTiles(128, 64, 8, 2)
     return AttentionTiles(64, 64, 4, 3 if W <= 64 or smem > HOPPER_SMEM else 2)

@@ -357,7 +357,7 @@ def latent_attention(
         deterministic: False lets cuDNN's attention run from Hopper on, without documents, which is faster: the gradients' last
             bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
-            kernels take bf16 and fp16, and nope + rope and V of 16, 32, 64, 80, 96, 128, 192 or 256. ``torch`` is PyTorch's own
+            kernels take bf16 and fp16, and nope + rope and V of 16, 32, 64, 80, 96, 128, 192, 256 or 512. ``torch`` is PyTorch's
             attention, with a mask where there are documents.
 
     Returns:
