@@ -84,8 +84,11 @@ def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
 
 
 def attend_backward_in_any_order(call: BackwardCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, [B, S, heads, D] each, of plain causal attention. Their last bits differ from run to run."""
-    tensors = (x.transpose(1, 2) for x in (call.dy, call.q, call.k, call.v, call.y))
+    """Return dq, dk and dv, [B, S, heads, D] each, of plain causal attention. Their last bits differ from run to run.
+
+    PyTorch finds cuDNN's plan by the strides of q, k and v alone, so dy must lie as y does.
+    """
+    tensors = (x.transpose(1, 2) for x in (call.dy.contiguous(), call.q, call.k, call.v, call.y))
     S = call.q.shape[1]
     natural, seed = (call.lse[..., :S] / LOG2E)[..., None], torch.empty((), dtype=torch.int64, device=call.q.device)  # of dropout
     made = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
