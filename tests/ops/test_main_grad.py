@@ -41,6 +41,8 @@ class Call:
     """A sample call whose parameters carry main_grads of ones, and the gradients that it has without these."""
 
     def __init__(self, sample, backend, main=FP32, flag=True, dtype=FP32):
+        if backend == "triton" and sample.startswith("mamba_chunk_scan"):
+            pytest.skip("its kernels are wheels', and want a GPU")
         self.subject = SUBJECTS[backend][sample]
         self.tensors = self.subject.tensors(dtype)
         named = dict(zip(self.subject.names(), self.tensors, strict=True))

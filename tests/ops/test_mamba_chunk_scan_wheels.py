@@ -71,6 +71,20 @@ def test_the_first_wheel_that_takes_a_call_is_chosen():
     assert wheels.called == ["fla"] and said.variant.startswith("FLA") and "64 tokens" in said.variant
 
 
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_main_grads_of_vectors(wheel):
+    tensors, options = given()
+    vectors = [options["D"], options["dt_bias"]]
+    with stand_in(wheel=wheel):
+        exact = torch.autograd.grad(onepass.mamba_chunk_scan(*tensors, **options).float().square().sum(), vectors)
+        for vector in vectors:
+            vector.main_grad = torch.ones_like(vector, dtype=FP32)
+        onepass.mamba_chunk_scan(*tensors, **options).float().square().sum().backward()
+    for vector, grad in zip(vectors, exact, strict=True):
+        torch.testing.assert_close(vector.main_grad, 1 + grad.float(), rtol=2e-2, atol=2e-2 * float(grad.abs().max()))
+        assert vector.grad is None
+
+
 def test_states_of_documents_are_fla_s_and_its_host_reads():
     tensors, options = given(B=1, ends=(3, 70))
     with stand_in():

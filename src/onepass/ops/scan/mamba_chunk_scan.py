@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.gradients.vectors import with_fp32_grads
 from onepass.kernels.language import kernels_unsupported
 from onepass.ops.scan import by_wheels
 from onepass.ops.scan.by_wheels import ScanGradients
@@ -259,7 +260,14 @@ def mamba_chunk_scan(
     return _by_wheel(_inputs(given), _options(given, wheel))
 
 
+def _with_fp32_grads(inputs: ScanInputs) -> ScanInputs:
+    """Let gradients of D and dt_bias come in fp32 where they have a main_grad."""
+    D, dt_bias = with_fp32_grads(inputs.D, inputs.dt_bias)
+    return inputs._replace(D=D, dt_bias=dt_bias)
+
+
 def _by_wheel(inputs: ScanInputs, options: ScanOptions) -> _Result:
+    inputs = _with_fp32_grads(inputs)
     if needs_grad(*inputs[:8]):
         y, *final = _apply(*inputs, options)
     else:
@@ -269,7 +277,7 @@ def _by_wheel(inputs: ScanInputs, options: ScanOptions) -> _Result:
 
 def _by_formula(inputs: ScanInputs, options: ScanOptions) -> _Result:
     """`run_formula` of whole sequences, which are its rows."""
-    x, dt, A, B, C, D, dt_bias, states, cu_seqlens = inputs
+    x, dt, A, B, C, D, dt_bias, states, cu_seqlens = _with_fp32_grads(inputs)
     shapes = [t.shape[1:] for t in (x, dt, B, C)]
 
     def formula(x: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None, *per_row: Tensor | None) -> _Result:
