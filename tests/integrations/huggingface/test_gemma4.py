@@ -82,11 +82,13 @@ def test_only_layers_with_windows_need_kernels_for_whole_rows(monkeypatch):
     assert seen == [16, 16, 16, 32, 16, 32]
 
 
-def test_checkpointing():
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_checkpointing(reentrant):
     model = made("Gemma4Text")
     before, _ = copy.deepcopy(model), huggingface.apply(model)
     for each in (model, before):
-        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        each.enable_input_require_grads()
     assert_alike(step(model, **batch()), step(before, **batch()))
 
 

@@ -204,8 +204,15 @@ def _forward(self: Any, *args: Any, **options: Any) -> Any:
     if given is None:
         return type(self).forward(self, x, *rest, **options)
     if _is_checkpointed(self):
-        return self._gradient_checkpointing_func(partial(layer, given=_without_caches(given)), x)
+        tensors = {name: given[name] for name in layer.arguments.tensors}
+        run = partial(_recomputable, layer, tuple(tensors), _without_caches(given))
+        return self._gradient_checkpointing_func(run, x, *tensors.values())
     return layer(x, given)
+
+
+def _recomputable(layer: LayerMatch, names: tuple[str, ...], given: dict[str, Any], x: Tensor, *tensors: Tensor) -> Any:
+    """Run a layer whose tensors come by position: PyTorch's reentrant checkpoints give no gradients to others."""
+    return layer(x, given | dict(zip(names, tensors)))  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
 
 
 def _is_checkpointed(module: Any) -> bool:
