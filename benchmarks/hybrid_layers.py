@@ -22,12 +22,11 @@ import torch
 from measuring import write
 from torch.profiler import ProfilerActivity, profile
 
-from onepass.bench.huggingface_cases import cases
-from onepass.bench.huggingface_process import new_model, tokens
-from onepass.integrations.huggingface import apply
+from onepass.bench.huggingface_cases import EAGER, LIGER, OURS, cases
+from onepass.bench.huggingface_process import as_contender, new_model, tokens
 
 DEVICE = torch.device("cuda", 0)
-WAYS = ("eager", "Liger", "onepass")
+WAYS = (EAGER, LIGER, OURS)
 SHAPE = (1, 16384)
 # the first that a kernel's name holds, in this order
 KINDS = {
@@ -57,18 +56,13 @@ def main() -> None:
         for ms, name in rest[: args.top]:
             print(f"    {ms:7.2f} ms  {name[:120]}")
         rows.append({"case": case.name, "shape": list(SHAPE), "way": way, "ms": kinds, "rest": [[n, ms] for ms, n in rest[:40]]})
-    write(args.json, DEVICE, op="hybrid_layers", rows=rows)
+        write(args.json, DEVICE, op="hybrid_layers", rows=rows)
 
 
 def kernels_ms(case, way: str) -> dict[str, float]:
     """Return the milliseconds of each kernel's name in a step."""
-    model = new_model(case, DEVICE, case.ours if way == "onepass" else None)
-    if way == "onepass":
-        apply(model)
-    elif way == "Liger":
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=model)
+    model = new_model(case, DEVICE, case.ours if way == OURS else None)
+    as_contender(model, way)
     batch = next(tokens(case, DEVICE))
 
     for _ in range(_WARM):

@@ -229,11 +229,16 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def as_contender(model: nn.Module, contender: str) -> Any:
+    """Return the model as a contender runs it."""
+    return _MAKE.get(contender, lambda model: model)(model)
+
+
 class _Trainer:
     def __init__(self, case: ModelCase, model: nn.Module, contender: str) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.inputs = ModelInputs(case, trained[0].device, contender == OURS_PACKED)
-        self.run = _MAKE.get(contender, lambda model: model)(model)
+        self.run = as_contender(model, contender)
         self.optimizer = torch.optim.AdamW(trained, lr=_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / _RISING, total_iters=_RISING - 1)
 

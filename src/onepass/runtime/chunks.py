@@ -7,6 +7,7 @@ no state.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.runtime.documents import document_of
+from onepass.runtime.formula import run_formula
 from onepass.runtime.sizes import ceil_div
 
 CHUNK = 64  # tokens
@@ -28,6 +30,47 @@ class Slots(NamedTuple):
     first: Tensor  # bool: the chunk is its document's first
     last: Tensor  # of each document: its last chunk, or any where it is empty
     empty: Tensor  # bool, of each document
+
+
+class SequenceShapes(NamedTuple):
+    """What a rule that passes states through sequences returns."""
+
+    y: torch.Size
+    state: tuple[int, ...]  # of one sequence or document
+
+
+def run_sequences(
+    formula: Callable[..., tuple[Tensor, Tensor]], tokens: Sequence[Tensor], states: Tensor | None, shapes: SequenceShapes,
+    cu_seqlens: Tensor | None, final: bool, shared: Sequence[Tensor | None] = (),
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`run_formula` of whole sequences, which are its rows: return y, and with `final` the states after the last tokens.
+
+    Args:
+        formula: gives y and the last states of the tokens' tensors, the first states or None, and the shared tensors.
+        tokens: ``[B, S, ...]`` each.
+        states: of each sequence, or of each document of the one sequence; None: zeros.
+    """
+
+    def of_rows(x: Tensor, *rest: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        per_row = (x, *rest[len(shared) :])
+        *rows, first = (t if t is None else t.unflatten(-1, shape) for t, shape in zip(per_row, of_row, strict=True))
+        if cu_seqlens is not None and first is not None:
+            first = first.squeeze(0)
+        y, last = formula(*rows, first, *rest[: len(shared)])
+        return (y.flatten(1), states_as_rows(last)) if final else y.flatten(1)
+
+    def states_as_rows(states: Tensor) -> Tensor:
+        return states.flatten(1) if cu_seqlens is None else states.flatten()[None]
+
+    documents = () if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
+    of_row = (*(t.shape[1:] for t in tokens), (*documents, *shapes.state))
+    first, *others = (t.flatten(1) for t in tokens)
+    rows = run_formula(
+        of_rows, "input", first, shared=(*shared,), per_row=(*others, None if states is None else states_as_rows(states))
+    )
+    if not final:
+        return rows.view(shapes.y)  # type: ignore[no-any-return]
+    return rows[0].view(shapes.y), rows[1].view(*(documents or shapes.y[:1]), *shapes.state)
 
 
 def slots_of(cu_seqlens: Tensor, S: int) -> Slots:

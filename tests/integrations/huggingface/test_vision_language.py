@@ -13,13 +13,10 @@ from integrations.huggingface.families import SMALL, assert_alike, made, step
 import onepass
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import rotation
+from onepass.integrations.huggingface.families import FAMILIES
 
 IMAGE = 5  # the token whose embeddings an image replaces
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-_DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
 _TOWER = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -34,8 +31,8 @@ MODELS = {  # the text's options, the tower's, others, and the text's own family
     "Qwen3VL": (
         SMALL | {"head_dim": 8} | _MROPE, _QWENS | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}, "Qwen3",
     ),
-    "Qwen3_5": (SMALL | _DELTA, _QWENS | {"num_position_embeddings": 16}, {}, "Qwen3_5Text"),
-    "Gemma3": (SMALL | {"head_dim": 16, "sliding_window": 5}, _TOWER, {"mm_tokens_per_image": 4}, "Gemma3Text"),
+    "Qwen3_5": (FAMILIES["Qwen3_5Text"], _QWENS | {"num_position_embeddings": 16}, {}, "Qwen3_5Text"),
+    "Gemma3": (FAMILIES["Gemma3Text"], _TOWER, {"mm_tokens_per_image": 4}, "Gemma3Text"),
     "Mistral3": (SMALL | {"model_type": "mistral"}, _TOWER | {"model_type": "pixtral"}, {"spatial_merge_size": 1}, "Mistral"),
     "Llava": (SMALL | {"model_type": "llama"}, _TOWER | {"model_type": "clip_vision_model"}, {}, "Llama"),
 }  # fmt: skip

@@ -53,12 +53,13 @@ from onepass.integrations.huggingface.rotation import (
 from onepass.integrations.huggingface.snapshot import CODE_CHANGED, UNREAD, Snapshot, reads_of
 from onepass.ops.attention.attention import SIZES, attention
 
-_HARMLESS = frozenset(  # arguments that have no effect without a mask and a cache, on attention that is one op
+WITHOUT_EFFECT = frozenset(  # arguments that have none on a mixer without a mask and a cache, besides tables of positions
     (
         "position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels",
-        "output_router_logits", "shared_kv_states",
+        "output_router_logits",
     )
 )  # fmt: skip
+_HARMLESS = WITHOUT_EFFECT | {"shared_kv_states"}  # on attention that is one op
 LENGTHS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # a marker has them
 _SWITCHES = frozenset(("output_attentions", "output_hidden_states"))  # no effect if False
 

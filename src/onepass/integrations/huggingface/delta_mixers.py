@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.attentions import LENGTHS, WITHOUT_EFFECT
 from onepass.integrations.huggingface.convolutions import CONVOLUTION
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE
 from onepass.integrations.huggingface.gated_norms import GatedNormMatch
@@ -35,10 +36,7 @@ from onepass.ops.norm.gated_norm_linear import gated_norm_linear
 _TOKENS, _HIDDEN = 5, 6
 _EPS = 1e-6  # of the lengths of q and k
 _SLACK = 1e-4  # transformers' rule computes in fp32
-_KNOWN = frozenset(  # arguments that are looked at, and those without effect on a call that has no cache
-    ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "position_embeddings",
-     "use_cache", "cache_position", "num_items_in_batch", "shift_labels", "output_router_logits")
-)  # fmt: skip
+_KNOWN = WITHOUT_EFFECT | LENGTHS | {"attention_mask"}  # arguments that are looked at, or have no effect without a cache
 
 
 class _Sizes(NamedTuple):

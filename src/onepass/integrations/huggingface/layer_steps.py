@@ -1,7 +1,7 @@
 """Steps of a layer: what its code makes of its children, as a program that runs in its code's place.
 
 Values have numbers. The layer's input is value 0, and steps write the others. `layer_trace.py` finds a layer's steps, and
-`layer_fusions.py` joins some of them.
+`layers.py` joins some of them.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from onepass.ops.delta.by_wheels import DeltaInputs, DeltaKept, DeltaOptions
 from onepass.ops.delta.chunks import chunked_delta_rule
 from onepass.runtime.backend import NATIVE, choose, current_backend, find_op, register_backend, run_other
 from onepass.runtime.checks import check_device, check_floating, check_number
+from onepass.runtime.chunks import SequenceShapes, run_sequences
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.documents import check_documents
-from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, Reason, Registered, define_op
 from onepass.runtime.sharding import WHOLE, Layout, Split, all_as, first_split, has_dtensor, run_on_shards, split_output
 from onepass.runtime.wheels import find_wheel
@@ -242,31 +242,13 @@ def _by_wheel(inputs: DeltaInputs, options: DeltaOptions) -> _Result:
 
 
 def _by_formula(inputs: DeltaInputs, scale: float, final: bool) -> _Result:
-    """`run_formula` of whole sequences, which are its rows."""
     q, k, v, g, beta, state, cu_seqlens = inputs
-    B = q.shape[0]
-    shapes = [t.shape[1:] for t in (q, k, v, g, beta)]
 
-    def formula(*rows: Tensor | None) -> _Result:
-        *tokens, first = (
-            t if t is None else t.unflatten(-1, shape) for t, shape in zip(rows, (*shapes, state_shape), strict=True)
-        )
-        if cu_seqlens is not None and first is not None:
-            first = first.squeeze(0)
-        y, last = chunked_delta_rule(*tokens, first, cu_seqlens, scale)  # type: ignore[arg-type, call-arg]
-        return (y.flatten(1), states_as_rows(last)) if final else y.flatten(1)
+    def formula(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        return chunked_delta_rule(q, k, v, g, beta, first, cu_seqlens, scale)
 
-    def states_as_rows(states: Tensor) -> Tensor:
-        return states.flatten(1) if cu_seqlens is None else states.flatten()[None]
-
-    documents = () if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
-    state_shape = (*documents, v.shape[2], k.shape[3], v.shape[3])
-    flat = [t.flatten(1) for t in (q, k, v, g, beta)]
-    per_row = (*flat[1:], None if state is None else states_as_rows(state))
-    rows = run_formula(formula, "input", flat[0], per_row=per_row)
-    if not final:
-        return rows.view(v.shape)  # type: ignore[no-any-return]
-    return rows[0].view(v.shape), rows[1].view(documents[0] if documents else B, *state_shape[-3:])
+    shapes = SequenceShapes(v.shape, (v.shape[2], k.shape[3], v.shape[3]))
+    return run_sequences(formula, (q, k, v, g, beta), state, shapes, cu_seqlens, final)
 
 
 define_op(

@@ -25,9 +25,9 @@ from onepass.ops.scan.by_wheels import ScanGradients
 from onepass.ops.scan.chunks import ScanInputs, ScanOptions, chunked_scan
 from onepass.runtime.backend import NATIVE, choose, current_backend, find_op, register_backend, run_other
 from onepass.runtime.checks import check_device, check_floating, check_number
+from onepass.runtime.chunks import SequenceShapes, run_sequences
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.documents import check_documents
-from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, Reason, Registered, define_op
 from onepass.runtime.sharding import (
     WHOLE,
@@ -276,31 +276,14 @@ def _by_wheel(inputs: ScanInputs, options: ScanOptions) -> _Result:
 
 
 def _by_formula(inputs: ScanInputs, options: ScanOptions) -> _Result:
-    """`run_formula` of whole sequences, which are its rows."""
     x, dt, A, B, C, D, dt_bias, states, cu_seqlens = _with_fp32_grads(inputs)
-    shapes = [t.shape[1:] for t in (x, dt, B, C)]
 
-    def formula(x: Tensor, A: Tensor, D: Tensor | None, dt_bias: Tensor | None, *per_row: Tensor | None) -> _Result:
-        *tokens, first = (
-            t if t is None else t.unflatten(-1, shape) for t, shape in zip((x, *per_row), (*shapes, state_shape), strict=True)
-        )
-        if cu_seqlens is not None and first is not None:
-            first = first.squeeze(0)
-        rows, dt, B, C = tokens
-        y, last = chunked_scan(ScanInputs(rows, dt, A, B, C, D, dt_bias, first, cu_seqlens), options)  # type: ignore[arg-type]
-        return (y.flatten(1), states_as_rows(last)) if options.final else y.flatten(1)
+    def formula(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, first: Tensor | None, *vectors: Any) -> tuple[Tensor, Tensor]:
+        A, D, dt_bias = vectors
+        return chunked_scan(ScanInputs(x, dt, A, B, C, D, dt_bias, first, cu_seqlens), options)
 
-    def states_as_rows(states: Tensor) -> Tensor:
-        return states.flatten(1) if cu_seqlens is None else states.flatten()[None]
-
-    documents = () if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
-    state_shape = (*documents, *x.shape[2:], B.shape[3])
-    flat = [t.flatten(1) for t in (x, dt, B, C)]
-    per_row = (*flat[1:], None if states is None else states_as_rows(states))
-    rows = run_formula(formula, "input", flat[0], shared=(A, D, dt_bias), per_row=per_row)
-    if not options.final:
-        return rows.view(x.shape)  # type: ignore[no-any-return]
-    return rows[0].view(x.shape), rows[1].view(documents[0] if documents else x.shape[0], *state_shape[-3:])
+    shapes = SequenceShapes(x.shape, (*x.shape[2:], B.shape[3]))
+    return run_sequences(formula, (x, dt, B, C), states, shapes, cu_seqlens, options.final, (A, D, dt_bias))
 
 
 define_op(
