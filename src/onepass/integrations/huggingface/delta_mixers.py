@@ -22,7 +22,7 @@ from onepass.integrations.huggingface.convolutions import CONVOLUTION
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE
 from onepass.integrations.huggingface.gated_norms import GatedNormMatch
 from onepass.integrations.huggingface.linear_layers import base_of, is_linear, sizes_of, tiny
-from onepass.integrations.huggingface.linears import LinearsMatch, parts_of
+from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, parts_of
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import Function, close, probe, probe_forward, randn
 from onepass.integrations.huggingface.rotation import globals_with, with_globals
@@ -123,14 +123,16 @@ class DeltaMixer:
             return False
         return self.inputs.intact() and self.out.intact()
 
-    def __call__(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+    def __call__(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None = None) -> Tensor:
         roles, (convolution, norm) = self.roles, self._parts()
         parameters: Any = self.module._parameters
         sizes = _Sizes.of(convolution, norm, parameters[roles.a_log])
         mask, documents = options.get("attention_mask"), options.get("cu_seq_lens_q")
         documents = None if documents is None else documents.int()
-        x = x if mask is None else (x * mask[:, :, None]).to(x.dtype)
-        qkv, z, b, a = roles.ordered(parts_of(self.inputs(x), self.inputs.sizes), sizes)
+        if mask is not None:
+            x, folded = x if folded is None else folded.unfold(x), None
+            x = (x * mask[:, :, None]).to(x.dtype)
+        qkv, z, b, a = roles.ordered(parts_of(self.inputs(x, folded), self.inputs.sizes), sizes)
         split, head = sizes.split(roles.key_heads)
         pieces = causal_conv1d(
             qkv, convolution.weight, convolution.bias, cu_seqlens=documents, split=split, l2_norm=(head, head, None), eps=_EPS

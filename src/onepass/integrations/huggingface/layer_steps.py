@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attentions import AttentionMatch
 from onepass.integrations.huggingface.linears import FoldedNorm
+from onepass.integrations.huggingface.mixers import MixerMatch
 from onepass.integrations.huggingface.mlps import MLPMatch
 from onepass.integrations.huggingface.norms import NormMatch
 
@@ -119,6 +121,23 @@ def _as_type_of(a: Tensor, y: Tensor, in_place: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Cast:
+    """Brings a value to fp32, or to the type of a child's weight."""
+
+    a: int
+    child: str | None  # None: to fp32
+    result: int
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.a,)
+
+    def run(self, module: nn.Module, values: Values, given: dict[str, Any]) -> None:
+        child: Any = None if self.child is None else module._modules[self.child]
+        values[self.result] = values[self.a].to(torch.float32 if child is None else child.weight.dtype)
+
+
+@dataclass(frozen=True)
 class Scaled:
     a: int
     factor: float
@@ -170,6 +189,7 @@ class ChildNorm(JoinedNorm):
 
     residual: int | None
     total: int  # the sum; x itself where there is none
+    uncast: int | None = None  # what x was before a cast
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -177,12 +197,19 @@ class ChildNorm(JoinedNorm):
 
     def run(self, module: nn.Module, values: Values, given: dict[str, Any]) -> None:
         x, residual = values[self.x], None if self.residual is None else values[self.residual]
-        if residual is not None and self.is_ours(module):
+        if residual is not None and self.is_ours(module) and self.has_type_of_x(values):
             values[self.result], values[self.total] = self.match(x, residual)
             return
         child: Any = module._modules[self.name]
         total = values[self.total] = x if residual is None else x + residual
         values[self.result] = child(total)
+
+    def has_type_of_x(self, values: Values) -> bool:
+        """Whether the sum has: an op gives it that."""
+        if self.residual is None:
+            return True
+        x, residual = values[self.x].dtype, values[self.residual].dtype
+        return x is residual or torch.promote_types(x, residual) is x
 
 
 @dataclass(frozen=True)
@@ -204,16 +231,19 @@ class PostNorm(JoinedNorm):
             values[self.result] = residual + child(x)
 
 
+Taker = AttentionMatch | MLPMatch | MixerMatch
+
+
 @dataclass(frozen=True)
 class FoldedCall:
-    """A call of attention or of an MLP whose first product takes the norm in.
+    """A call of attention, of a mixer or of an MLP whose first product takes the norm in.
 
     The product returns the norm's input too, for those who read it later: its gradients are then added up in the norm's backward.
     """
 
     norm: ChildNorm
     call: ChildCall
-    match: AttentionMatch | MLPMatch
+    match: Taker
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -222,10 +252,12 @@ class FoldedCall:
     def run(self, module: nn.Module, values: Values, given: dict[str, Any]) -> None:
         norm, call = self.norm, self.call
         child: Any = module._modules[call.name]
-        if norm.is_ours(module) and child is self.match.module and self.match.ready():
-            folded = FoldedNorm(norm.match, None if norm.residual is None else values[norm.residual])
-            made = child(values[norm.x], onepass_folded=folded, **call.options(given))
+        if norm.is_ours(module) and norm.has_type_of_x(values) and child is self.match.module and self.match.ready():
+            x, folded = values[norm.x], FoldedNorm(norm.match, None if norm.residual is None else values[norm.residual])
+            made = child(x, onepass_folded=folded, **call.options(given))
             assert folded.h is not None
+            if norm.uncast is not None and values[norm.uncast] is x:  # it had the type already
+                values[norm.uncast] = folded.h
             values[norm.total] = folded.h
             call.keep(made, values)
         else:
@@ -241,16 +273,20 @@ class Program:
     """The steps of a layer, in order, and what it returns."""
 
     steps: tuple[LayerStep, ...]
-    result: int | tuple[int, ...]  # a value, or a tuple of values
+    result: int | tuple[int | None, ...]  # a value, or a tuple of values and of None
     size: int  # how many values there are
     unread: tuple[tuple[int, ...], ...]  # after each step: the values that nothing reads any more
 
     @classmethod
-    def of(cls, steps: tuple[LayerStep, ...], result: int | tuple[int, ...], size: int) -> Program:
+    def of(cls, steps: tuple[LayerStep, ...], result: int | tuple[int | None, ...], size: int) -> Program:
         last = {value: at for at, step in enumerate(steps) for value in step.reads}
-        kept = {result} if isinstance(result, int) else set(result)
+        kept = (result,) if isinstance(result, int) else result
         unread = tuple(tuple(value for value, end in last.items() if end == at and value not in kept) for at in range(len(steps)))
         return cls(steps, result, size, unread)
+
+    @property
+    def returned(self) -> list[int]:
+        return [each for each in ((self.result,) if isinstance(self.result, int) else self.result) if each is not None]
 
     @property
     def own_tensors(self) -> set[str]:
@@ -264,4 +300,6 @@ class Program:
             step.run(module, values, given)
             for value in unread:  # frees its memory
                 values[value] = None
-        return values[self.result] if isinstance(self.result, int) else tuple([values[each] for each in self.result])
+        if isinstance(self.result, int):
+            return values[self.result]
+        return tuple([None if each is None else values[each] for each in self.result])

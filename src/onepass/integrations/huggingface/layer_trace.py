@@ -17,12 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from onepass.integrations.huggingface.layer_steps import ChildCall, LayerStep, Load, Multiplied, Program, Scaled, Shaped, Sum
+from onepass.integrations.huggingface.layer_steps import (
+    Cast,
+    ChildCall,
+    LayerStep,
+    Load,
+    Multiplied,
+    Program,
+    Scaled,
+    Shaped,
+    Sum,
+)
 from onepass.integrations.huggingface.probe import FP64, Function, close, parameters_of, probe, randn
 
 _SIZES = (2, 3, 4)  # of the input: rows, tokens, and numbers a token
 _ROWS = (6, 4)
-_FUNCTIONS = frozenset(("add", "mul", "view", "reshape", "flatten", "contiguous", "dropout"))
+_FUNCTIONS = frozenset(("add", "mul", "view", "reshape", "flatten", "contiguous", "dropout", "float", "to"))
 _WEIGHT = torch.float8_e5m2fnuz  # the type of stand-ins' weights, which nothing else has
 _MOST = 4  # items of a tuple that a child returns
 _OF_NO_USE = frozenset(  # ignored if a layer doesn't hand them on
@@ -87,8 +97,7 @@ class LayerTrace(TorchFunctionMode):
         self.items = items
         self.steps: list[LayerStep] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []  # by child: arguments but values, by name
-        self.casts: set[str] = set()  # children whose weight's type the input is brought to
-        self.result: int | tuple[int, ...] | None = None  # None: it is not known
+        self.result: int | tuple[int | None, ...] | None = None  # None: it is not known
         self._numbers: dict[int, tuple[Tensor, int]] = {}  # of values, by a tensor's id
         self._made: dict[int, _Awaited] = {}
         self._whole: dict[int, tuple[Tensor, str]] = {}  # what a child returned, if it is no tuple
@@ -125,9 +134,9 @@ class LayerTrace(TorchFunctionMode):
                 raise
         several = made if type(made) is tuple else (made,)
         found = [self._number(each) for each in several]
-        if not found or None in found:
+        if not found or found[0] is None or any(number is None is not each for number, each in zip(found, several, strict=True)):
             raise _Unknown
-        self.result = tuple(found) if type(made) is tuple else found[0]  # type: ignore[arg-type]
+        self.result = tuple(found) if type(made) is tuple else found[0]
         return self
 
     def program(self) -> Program:
@@ -199,10 +208,13 @@ class LayerTrace(TorchFunctionMode):
         if func == torch.Tensor.dtype.__get__ and id(args[0]) in self._types:  # type: ignore[attr-defined]
             self._asked.add(self._types[id(args[0])])
         if name == "to" and _WEIGHT in (*args, *kwargs.values()):
-            if self._number(args[0]) != 0:
+            a, asked = self._number(args[0]), [*self._asked]
+            if a is None or len(asked) != 1:
                 raise _Unknown
-            self.casts |= self._asked
-            return args[0]
+            self._asked.clear()
+            made = args[0].clone()
+            self.steps.append(Cast(a, asked[0], self._value(made)))
+            return made
         made = func(*args, **kwargs)
         if isinstance(made, Tensor) and args:
             self._record(name, args, kwargs, made)
@@ -227,6 +239,8 @@ class LayerTrace(TorchFunctionMode):
             factor = args[1] if numbers[1] is None else args[0]
             if type(factor) in (int, float):
                 self._scale(known[0], float(factor), made)
+        elif name == "float" or (name == "to" and (*args[1:], *kwargs.values()) == (torch.float32,)):
+            self.steps.append(Cast(known[0], None, self._value(made)))
         elif name in ("view", "reshape", "flatten") and made.shape in (_SIZES, _ROWS):
             self.steps.append(Shaped(known[0], made.shape == _ROWS, self._value(made)))
 
@@ -285,6 +299,7 @@ class LayerArguments:
     first: str  # the hidden states' name
     names: tuple[str, ...]  # of the others, in order
     passed: frozenset[str]  # those that it hands on, or reads as tensors
+    unread: frozenset[str]  # those of which it makes nothing
     tensors: tuple[str, ...]  # those that must be tensors
     others_too: bool  # whether it hands on keywords that it doesn't name
 
@@ -295,7 +310,7 @@ class LayerArguments:
         for name, value in {**named, **options}.items():
             if (name in self.passed) if name in self.names else self.others_too:
                 passed[name] = value
-            elif value is not None and value is not False and name not in _OF_NO_USE:
+            elif value is not None and value is not False and name not in _OF_NO_USE and name not in self.unread:
                 return None
         for name in self.tensors:
             if not isinstance(passed.get(name), Tensor):
@@ -308,7 +323,6 @@ class Found(NamedTuple):
 
     program: Program
     arguments: LayerArguments
-    casts: tuple[str, ...]  # children whose weight's type the input must have
 
 
 def find_program(module: nn.Module, plain: frozenset[str]) -> Found | None:
@@ -330,19 +344,20 @@ def find_program(module: nn.Module, plain: frozenset[str]) -> Found | None:
     handed = {name: _places(module, base, items, tensors, name) for name in (*names, _OTHERS) if name not in tensors}
     others_too = bool(handed[_OTHERS])
     passed = frozenset(name for name, places in handed.items() if places and name != _OTHERS)
+    unread = frozenset(name for name, places in handed.items() if places == {} and name != _OTHERS)
     steps = []
     for at, step in enumerate(base.steps):
         if isinstance(step, ChildCall):
-            own = [(key, name) for name in passed for key in handed[name].get(at, ())]
-            others = passed | {*tensors} if at in handed[_OTHERS] else None
+            own = [(key, name) for name in passed for key in (handed[name] or {}).get(at, ())]
+            others = passed | {*tensors} if at in (handed[_OTHERS] or ()) else None
             everything = not tensors and {*own} == {(name, name) for name in passed} and (others is not None) == others_too
             step = replace(
                 step, constants=_constants(module, step), handed_on=tuple(sorted(own)), others=others, everything=everything,
                 may_be_tuple=step.name in may_be,
             )  # fmt: skip
         steps.append(step)
-    arguments = LayerArguments(first, tuple(names), passed | {*tensors}, tensors, others_too)
-    return Found(replace(base.program(), steps=tuple(steps)), arguments, tuple(sorted(base.casts)))
+    arguments = LayerArguments(first, tuple(names), passed | {*tensors}, unread, tensors, others_too)
+    return Found(replace(base.program(), steps=tuple(steps)), arguments)
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -355,12 +370,14 @@ def _constants(module: nn.Module, call: ChildCall) -> tuple[tuple[str, Any], ...
     return tuple((name, value) for name, value in call.constants if (value or None) is not (defaults[name] or None))
 
 
-def _places(module: nn.Module, base: LayerTrace, items: Items, tensors: tuple[str, ...], name: str) -> dict[int, list[str]]:
-    """Return the calls that this argument of the layer comes to, and its names there; none if it changes anything else."""
+def _places(
+    module: nn.Module, base: LayerTrace, items: Items, tensors: tuple[str, ...], name: str
+) -> dict[int, list[str]] | None:
+    """Return the calls that this argument of the layer comes to, and its names there; None if it changes anything else."""
     other = trace(module, dict(items), tensors, {name: Argument(name)})
     places: dict[int, list[str]] = {}
-    if (other.result, other.casts, len(other.steps)) != (base.result, base.casts, len(base.steps)):
-        return {}
+    if (other.result, len(other.steps)) != (base.result, len(base.steps)):
+        return None
     for at, (one, two) in enumerate(zip(base.steps, other.steps, strict=True)):
         if isinstance(one, ChildCall) and isinstance(two, ChildCall):
             arrived = [key for key, value in two.constants if isinstance(value, Argument)]
@@ -370,7 +387,7 @@ def _places(module: nn.Module, base: LayerTrace, items: Items, tensors: tuple[st
             if arrived and (name != _OTHERS or arrived == [_OTHERS]):
                 places[at] = arrived
         if one != two:
-            return {}
+            return None
     return places
 
 
@@ -405,6 +422,7 @@ def _alike(
         return None
     found = program.run(_probe(module, _stand_ins(module, items), training), x, given)
     pairs = [*zip(found, expected, strict=True)] if type(found) is type(expected) is tuple else [(found, expected)]
+    pairs = [pair for pair in pairs if pair != (None, None)]
     if not all(isinstance(each, Tensor) for pair in pairs for each in pair):
         return None
     return all(close(each, other) for each, other in pairs)

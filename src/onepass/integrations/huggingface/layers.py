@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attentions import AttentionMatch
 from onepass.integrations.huggingface.layer_steps import (
+    Cast,
     ChildCall,
     ChildNorm,
     FoldedCall,
@@ -24,8 +25,10 @@ from onepass.integrations.huggingface.layer_steps import (
     PostNorm,
     Program,
     Sum,
+    Taker,
 )
 from onepass.integrations.huggingface.layer_trace import LayerArguments, find_program, run_code
+from onepass.integrations.huggingface.mixers import MixerMatch
 from onepass.integrations.huggingface.mlps import MLPMatch
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
@@ -40,7 +43,6 @@ class LayerMatch:
     module: nn.Module
     program: Program
     arguments: LayerArguments
-    casts: tuple[str, ...]  # children whose weight's type the input must have
     snapshot: Snapshot = UNREAD
 
     @property
@@ -54,15 +56,9 @@ class LayerMatch:
     def change(self) -> str | None:
         return self.snapshot.change(self.module)
 
-    def given(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
+    def given(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a call that the program takes, or None."""
-        module = self.module
-        if not self.snapshot.unchanged(module):
-            return None
-        for name in self.casts:
-            if module._modules[name].weight.dtype is not x.dtype:  # type: ignore[union-attr]
-                return None
-        return self.arguments.given(args, options)
+        return self.arguments.given(args, options) if self.snapshot.unchanged(self.module) else None
 
     def __call__(self, x: Tensor, given: dict[str, Any]) -> Any:
         return self.program.run(self.module, x, given)
@@ -89,22 +85,31 @@ def find_layer(
     found = find_program(module, plain)
     if found is None or not any(isinstance(step, Sum) for step in found.program.steps):
         return _NOT_KNOWN
-    takers = {name: match for name, child in children.items() if (match := attentions.get(child) or mlps.get(child)) is not None}
+    takers = {
+        name: match
+        for name, child in children.items()
+        if (match := attentions.get(child) or mlps.get(child) or _mixer(child)) is not None
+    }
     program = joined(found.program, own_norms, takers)
     if not any(isinstance(step, JoinedNorm | FoldedCall) for step in program.steps):
         return _NOTHING_JOINED
-    return LayerMatch(module, program, found.arguments, found.casts)
+    return LayerMatch(module, program, found.arguments)
 
 
-def joined(program: Program, norms: dict[str, NormMatch], takers: Mapping[str, AttentionMatch | MLPMatch]) -> Program:
+def _mixer(child: nn.Module) -> MixerMatch | None:
+    match = vars(child).get("_onepass")
+    return match if isinstance(match, MixerMatch) else None
+
+
+def joined(program: Program, norms: dict[str, NormMatch], takers: Mapping[str, Taker]) -> Program:
     """Join norms with sums before or after them, and with attention or an MLP if nothing else reads them."""
     steps: list[LayerStep | None] = [*program.steps]
-    results = (program.result,) if isinstance(program.result, int) else program.result
-    readers: dict[int, list[int]] = {each: [len(steps)] for each in results}
+    readers: dict[int, list[int]] = {each: [len(steps)] for each in program.returned}
     for at, step in reversed([*enumerate(program.steps)]):
         for value in step.reads:
             readers[value] = [at, *readers.get(value, ())]
     normed = {step.results[0][1]: at for at, step in enumerate(program.steps) if _is_norm(step, norms)}
+    casts = {step.result: step.a for step in program.steps if isinstance(step, Cast)}
     sums = {step.result: at for at, step in enumerate(program.steps) if isinstance(step, Sum) and not step.in_place}
     for total, at in [*sums.items()]:
         for y, residual in (program.steps[at].reads, program.steps[at].reads[::-1]):
@@ -117,7 +122,7 @@ def joined(program: Program, norms: dict[str, NormMatch], takers: Mapping[str, A
         step = program.steps[at]
         assert isinstance(step, ChildCall)
         (x,) = step.inputs
-        norm = ChildNorm(step.name, norms[step.name], x, y, None, x)
+        norm = ChildNorm(step.name, norms[step.name], x, y, None, x, casts.get(x))
         if x in sums and readers[x][0] == at:
             first, added = sorted(program.steps[sums[x]].reads)  # the sum has the type of what was there first
             norm = replace(norm, x=first, residual=added)
@@ -137,8 +142,10 @@ def _is_norm(step: LayerStep, norms: Mapping[str, NormMatch]) -> TypeGuard[Child
     return not step.named and len(step.inputs) == 1 and len(step.results) == 1
 
 
-def _takes(call: ChildCall, match: AttentionMatch | MLPMatch | None) -> bool:
-    """Whether this call of attention or of an MLP can take a norm in."""
+def _takes(call: ChildCall, match: Taker | None) -> bool:
+    """Whether this call of attention, of a mixer or of an MLP can take a norm in."""
+    if isinstance(match, MixerMatch):
+        return match.takes_norms and not call.is_tuple
     if isinstance(match, AttentionMatch):
         return match.projections is not None and all(item < 2 for item, _ in call.results) and _projects_its_input(match, call)
     return match is not None and not (call.constants or call.handed_on or call.others is not None)
@@ -200,7 +207,7 @@ def _forward(self: Any, *args: Any, **options: Any) -> Any:
     layer: LayerMatch = self._onepass
     name = layer.arguments.first
     x, *rest = args or (options.pop(name, None),)
-    given = layer.given(x, tuple(rest), options)
+    given = layer.given(tuple(rest), options)
     if given is None:
         return type(self).forward(self, x, *rest, **options)
     if _is_checkpointed(self):
