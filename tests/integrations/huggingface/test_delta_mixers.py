@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import onepass
-from onepass.integrations import huggingface
+from onepass.integrations import delta_net, huggingface
 from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import delta_mixers
 from onepass.integrations.huggingface.delta_mixers import DeltaMixer, find_delta_mixer
@@ -154,25 +154,26 @@ def all_is_right(applied):
 
 
 MUTANTS = {
-    "documents see each other": ("DeltaMixer.__call__", "beta, cu_seqlens=documents", "beta, cu_seqlens=None"),
-    "a convolution over documents": ("DeltaMixer.__call__", "cu_seqlens=documents, split", "cu_seqlens=None, split"),
-    "padding is seen": ("DeltaMixer.__call__", "x if mask is None else", "x if mask is not None else"),
+    "documents see each other": (delta_net, "DeltaNet.__call__", "beta, cu_seqlens=cu_seqlens", "beta, cu_seqlens=None"),
+    "a convolution over documents": (delta_net, "DeltaNet.__call__", "cu_seqlens=cu_seqlens, split", "cu_seqlens=None, split"),
+    "padding is seen": (delta_mixers, "DeltaMixer.__call__", "(x * mask[:, :, None]).to(x.dtype)", "x"),
     "groups by values": (
+        delta_mixers,
         "DeltaRoles.ordered",
         "part.unflatten(-1, (self.key_heads, -1))",
         "part.unflatten(-1, (sizes.heads, -1))",
     ),
-    "the gates of groups": ("DeltaRoles.ordered", "b, a = gates", "a, b = gates"),
-    "another order": ("DeltaMixer.__call__", "qkv, z, b, a =", "qkv, z, a, b ="),
-    "caches": ("DeltaMixer.suits", "and name not in _KNOWN", "and name not in (*_KNOWN, 'past_key_values')"),
-    "boundaries of rows": ("DeltaMixer.suits", "and x.shape[0] > 1", "and x.shape[0] > 9"),
+    "the gates of groups": (delta_mixers, "DeltaRoles.ordered", "b, a = gates", "a, b = gates"),
+    "another order": (delta_mixers, "DeltaMixer.__call__", "qkv, z, b, a =", "qkv, z, a, b ="),
+    "caches": (delta_mixers, "DeltaMixer.suits", "and name not in _KNOWN", "and name not in (*_KNOWN, 'past_key_values')"),
+    "boundaries of rows": (delta_mixers, "DeltaMixer.suits", "and x.shape[0] > 1", "and x.shape[0] > 9"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name, monkeypatch):
-    mutant = mutant_of(monkeypatch, delta_mixers, *MUTANTS[name])
+    mutant = mutant_of(monkeypatch, *MUTANTS[name])
     with pytest.raises((AssertionError, RuntimeError, ValueError, TypeError, pytest.fail.Exception)):
         all_is_right(mutant)
 

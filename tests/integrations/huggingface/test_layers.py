@@ -12,9 +12,9 @@ pytest.importorskip("transformers", minversion="5")
 from integrations.huggingface.families import assert_alike, batch, made, mutant_of, step
 
 import onepass
-from onepass.integrations import huggingface
+from onepass.integrations import delta_net, huggingface
 from onepass.integrations.huggingface import applied as applied_module
-from onepass.integrations.huggingface import delta_mixers, delta_rules, layer_steps, layer_trace, layers
+from onepass.integrations.huggingface import delta_rules, layer_steps, layer_trace, layers
 from onepass.integrations.huggingface.layer_steps import FoldedCall
 from onepass.integrations.huggingface.layers import LayerMatch
 
@@ -413,7 +413,7 @@ def test_every_layer_of_a_hybrid(family, monkeypatch):
 @pytest.mark.parametrize("family", ("Qwen3_5Text", "Lfm2", "Granite"))
 def test_in_bf16_by_kernels_it_is_as_near(family, monkeypatch):
     by_formula = partial(delta_rules.gated_delta_rule, backend="torch")  # whose kernels are wheels', and want a GPU
-    for code in (delta_rules, delta_mixers):
+    for code in (delta_rules, delta_net):
         monkeypatch.setattr(code, "gated_delta_rule", by_formula)
     model = made(family)
     before, _ = copy.deepcopy(model), huggingface.apply(model)

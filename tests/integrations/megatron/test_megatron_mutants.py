@@ -9,15 +9,36 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("triton")
 from integrations.bindings import bindings_kept
-from integrations.megatron import test_experts, test_fusions, test_megatron, test_permute, test_self_attention, test_specs
+from integrations.megatron import (
+    test_experts,
+    test_fusions,
+    test_megatron,
+    test_mixers,
+    test_permute,
+    test_self_attention,
+    test_specs,
+)
 
 from onepass.integrations import megatron, seams
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
-ATTENTION, EXPERTS, FUSIONS, HEAD, INSTALL, MLP, NORMS, OPTIMIZER, PERMUTE, SPECS, WGRAD = (
+ATTENTION, EXPERTS, FUSIONS, HEAD, INSTALL, MIXERS, MLP, NORMS, OPTIMIZER, PERMUTE, SPECS, WGRAD = (
     importlib.import_module(f"{megatron.__name__}.{name}")
-    for name in ("attention", "experts", "fusions", "head", "install", "mlp", "norms", "optimizer", "permute", "specs", "wgrad")
+    for name in (
+        "attention",
+        "experts",
+        "fusions",
+        "head",
+        "install",
+        "mixers",
+        "mlp",
+        "norms",
+        "optimizer",
+        "permute",
+        "specs",
+        "wgrad",
+    )
 )
 GPT = (test_megatron.test_installed_and_by_spec_as_stock, "RMSNorm, swiglu", True)
 UNDO = (test_megatron.test_undo_restores_and_twice_is_refused,)
@@ -31,7 +52,9 @@ PACKED = test_self_attention.test_packed_documents
 PERMUTED = (test_permute.test_as_stock, test_permute.permuted, "top 2", True)
 CHUNKS = (test_permute.test_chunks_as_stock, [4, 0, 7, 1, 3, 8], True, torch.float64)
 BY_EXPERTS = (test_experts.test_as_stock, "swiglu", [3, 0, 5, 2])
+DOCUMENTS, OTHER_DELTA = test_mixers.test_packed_documents_are_alone, test_mixers.test_other_gated_delta_nets_are_megatrons
 PATCH = object()  # in the place of monkeypatch
+DELTA = (test_mixers.test_a_gated_delta_net_is_as_stock, {}, {}, PATCH)
 
 
 CLAMPED = {
@@ -101,7 +124,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "dropout outside of training": (ATTENTION, "why_split", " and layer.training", "", (test_self_attention.test_dropout_splits_in_training_alone,)),
     "options ignored": (ATTENTION, "why_split", "_PLAIN.items()", "()", (SPLIT, PLAIN | {"attention_output_gate": True}, "attention_output_gate is True", PATCH)),
     "LayerNorm of heads taken for RMSNorm": (ATTENTION, "why_split", "config.qk_layernorm and not", "False and not", (SPLIT, test_megatron.KINDS["qk norm, geglu, GQA"], "q_layernorm is LayerNorm", PATCH)),
-    "no account of attention": (HEAD, "_account", "*describe_attention(model)", "", (test_self_attention.test_the_account,)),
+    "no account of attention": (HEAD, "_account", "*describe_fused(model)", "", (test_self_attention.test_the_account,)),
     "no residual given back": (NORMS, "ResidualNorm.__new__", "has_residual=True", "has_residual=False", (test_megatron.test_a_norm_gives_back_the_residual,)),
     "Adam as it was": (OPTIMIZER, "with_fused_adam", "fused=True", "fused=False", ADAM),
     "the report names Megatron's": (OPTIMIZER, "with_fused_adam", ', assigned=("__doc__",)', "", ADAM),
@@ -136,6 +159,21 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "shards of no parameter": (EXPERTS, "_stacked_shards", "root + name, parameter,", "root + name, parameter.detach(),", (test_experts.test_shards_are_stocks, {})),
     "local experts left": (INSTALL, "_rebind_experts", 'f"LocalSpecProvider.{name}", with_grouped_experts(stock)', 'f"LocalSpecProvider.{name}", stock', (test_experts.test_a_models_experts, True)),
     "one of Megatron's two quick_gelu": (MLP, "fused_activation", "quick_gelu_of_geglu: \"quick_geglu\"", "", (test_experts.test_as_stock, "quick_geglu, fused", [3, 0, 5, 2])),
+    "a for b": (MIXERS, "fused_gated_delta_net", "qkv, gate, b, a = made", "qkv, gate, a, b = made", DELTA),
+    "documents of a delta net see each other": (MIXERS, "fused_gated_delta_net", "documents_of(packed_seq_params, made)", "None", (DOCUMENTS, False, PATCH)),
+    "padding between documents is of none": (MIXERS, "documents_of", "packed.cu_seqlens_q if padded is None else padded", "packed.cu_seqlens_q", (DOCUMENTS, True, PATCH)),
+    "rows after the last document are of none": (MIXERS, "documents_of", "torch.cat([ends, ends.new_full((1,), rows.shape[0])])", "ends", (DOCUMENTS, False, PATCH)),
+    "every packing is of documents": (MIXERS, "documents_of", ' or packed.qkv_format != "thd"', "", (DOCUMENTS, False, PATCH)),
+    "a gated norm with an epsilon of its own": (MIXERS, "fused_gated_delta_net", '("eps", "zero_centered_gamma")', '("zero_centered_gamma",)', DELTA),
+    "a gated norm not centred": (MIXERS, "fused_gated_delta_net", '("eps", "zero_centered_gamma")', '("eps",)', (test_mixers.test_a_gated_delta_net_is_as_stock, {"layernorm_zero_centered_gamma": True}, {}, PATCH)),
+    "q and k always of length one": (MIXERS, "fused_gated_delta_net", ", self.use_qk_l2norm", "", (test_mixers.test_a_gated_delta_net_is_as_stock, {}, {"use_qk_l2norm": False}, PATCH)),
+    "a convolution without its bias": (MIXERS, "fused_gated_delta_net", "self.conv1d.bias", "None", (test_mixers.test_a_gated_delta_net_is_as_stock, {}, {"conv_bias": True}, PATCH)),
+    "a mixer's sequences for tokens": (MIXERS, "fused_gated_delta_net", "y.flatten(2).transpose(0, 1)", "y.flatten(2).reshape(*made.shape[:2], -1)", DELTA),
+    "an adapter passed by": (MIXERS, "_why_left", "type(out_proj) is not gated_norm_row_parallel_linear()", "False", (test_mixers.test_an_adapter_around_out_proj_gets_its_input, PATCH)),
+    "SiLU for every activation": (MIXERS, "fused_gated_delta_net", "self.act_fn is not F.silu", "False", (OTHER_DELTA, {"activation_func": torch.nn.functional.relu}, "activation_func is relu", PATCH)),
+    "any convolution": (MIXERS, "_why_left", "width not in WIDTHS", "False", (OTHER_DELTA, {"linear_conv_kernel_dim": 9}, "the convolution's width is 9", PATCH)),
+    "out_proj not called as a module": (MIXERS, "fused_gated_delta_net", "self.out_proj(", "self.out_proj.forward(", (test_mixers.test_modules_are_called, PATCH)),
+    "Megatron's inference not asked": (MIXERS, "fused_gated_delta_net", "inference_context is not None or ", "", (test_mixers.test_inference_of_a_gated_delta_net_is_megatrons, PATCH)),
     "weights of rows that aren't sorted": (PERMUTE, "_weights_of_rows", "row_map[: rows.shape[0]]", "row_map[: rows.shape[0]].sort().values", PERMUTED),
     "rows multiplied by the next one's weight": (PERMUTE, "_weights_of_rows", "row_map[: rows.shape[0]]", "row_map[: rows.shape[0]].roll(1)", (test_permute.test_as_stock, test_permute.unpermuted, "top 2", True)),
     "sums of the product's type": (PERMUTE, "fused_unpermute", ".to(permuted_tokens.dtype)", "", (test_permute.test_sixteen_bits_are_rounded_once, test_permute.unpermuted, True)),
@@ -173,6 +211,7 @@ def judge(monkeypatch):
             patch.setattr(test_specs, "megatron", package)
             patch.setattr(test_experts, "megatron", package)
             patch.setattr(test_permute, "megatron", package)
+            patch.setattr(test_mixers, "megatron", package)
             test(*(patch if each is PATCH else each for each in given))
 
     return run

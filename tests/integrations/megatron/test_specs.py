@@ -14,10 +14,6 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
 
 PLAIN, EXPERTS = KINDS["RMSNorm, swiglu"], KINDS["experts"]
-LINEAR = {  # of gated delta nets
-    "linear_conv_kernel_dim": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}  # fmt: skip
 
 
 def hybrid_model(config, pattern, spec=None):
@@ -48,27 +44,6 @@ def test_a_hybrid_models_linear_cross_entropy(installed):
     stock = step(hybrid_model(config_of(**PLAIN), "*-"))
     linear = config_of(**PLAIN, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear")
     assert step(hybrid_model(linear, "*-")) == pytest.approx(stock, rel=2e-6)
-
-
-def test_a_gated_delta_net_is_megatrons(installed, monkeypatch):
-    """Beside the same mixer after a norm of its own, and without the package whose kernels it takes by default."""
-    pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="megatron-core 0.17 has no HybridModel")
-    from megatron.core.ssm import gated_delta_net as gdn
-
-    for module in {sys.modules[each.__module__] for each in gdn.GatedDeltaNet.__mro__}:
-        if "HAVE_FLA" in vars(module):
-            monkeypatch.setattr(module, "HAVE_FLA", True)
-            monkeypatch.setattr(module, "l2norm", lambda x: torch.nn.functional.normalize(x, dim=-1))
-    config = config_of(**PLAIN, **LINEAR, deterministic_mode=True)
-    model = hybrid_model(config, "G-")
-    assert isinstance(model.decoder.layers[0].self_attention, gdn.GatedDeltaNet)
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    spec = megatron.hybrid_stack_spec(config)
-    layer = spec.submodules.gdn_layer.submodules
-    mixer = layer.self_attention.submodules
-    layer.input_layernorm, mixer.in_proj = mixer.out_norm, ColumnParallelLinear
-    assert step(model) == pytest.approx(step(hybrid_model(config, "G-", spec)), rel=2e-6)
 
 
 # ---- Mamba, whose kernels need a GPU and mamba-ssm ----

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from onepass.integrations.huggingface.probe import close, randn
-from onepass.ops.convolution.causal_conv1d import causal_conv1d, causal_conv1d_reference
+from onepass.ops.convolution.causal_conv1d import WIDTHS, causal_conv1d, causal_conv1d_reference
 
 CONVOLUTION = "causal_conv1d_fn"
-_WIDTHS = range(2, 9)  # that onepass has
 _ACTIVATIONS = (None, "silu")
 
 
@@ -43,7 +42,7 @@ def convolution_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
     ) -> Any:
         documents = others.get("cu_seq_lens_q")
-        known = weight.shape[-1] in _WIDTHS and activation in _ACTIVATIONS and others.get("seq_idx") is None
+        known = weight.shape[-1] in WIDTHS and activation in _ACTIVATIONS and others.get("seq_idx") is None
         if not known or (documents is not None and hidden_states.shape[0] > 1):
             return stock(hidden_states, weight, bias, activation=activation, **others)
         documents = None if documents is None else documents.int()

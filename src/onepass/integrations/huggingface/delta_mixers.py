@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.delta_net import LENGTH_EPS, DeltaNet
 from onepass.integrations.huggingface.attentions import LENGTHS, WITHOUT_EFFECT
 from onepass.integrations.huggingface.convolutions import CONVOLUTION
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE
@@ -27,14 +28,13 @@ from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import Function, close, probe, probe_forward, randn
 from onepass.integrations.huggingface.rotation import globals_with, with_globals
 from onepass.integrations.huggingface.snapshot import Snapshot, hooked, reads_of
-from onepass.ops.convolution.causal_conv1d import causal_conv1d, causal_conv1d_reference
-from onepass.ops.delta.delta_gates import delta_gates, delta_gates_reference
-from onepass.ops.delta.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+from onepass.ops.convolution.causal_conv1d import causal_conv1d_reference
+from onepass.ops.delta.delta_gates import delta_gates_reference
+from onepass.ops.delta.gated_delta_rule import gated_delta_rule_reference
 from onepass.ops.norm.gated_norm import gated_rms_norm_reference
 from onepass.ops.norm.gated_norm_linear import gated_norm_linear
 
 _TOKENS, _HIDDEN = 5, 6
-_EPS = 1e-6  # of the lengths of q and k
 _SLACK = 1e-4  # transformers' rule computes in fp32
 _KNOWN = WITHOUT_EFFECT | LENGTHS | {"attention_mask"}  # arguments that are looked at, or have no effect without a cache
 
@@ -133,13 +133,9 @@ class DeltaMixer:
             x, folded = x if folded is None else folded.unfold(x), None
             x = (x * mask[:, :, None]).to(x.dtype)
         qkv, z, b, a = roles.ordered(parts_of(self.inputs(x, folded), self.inputs.sizes), sizes)
-        split, head = sizes.split(roles.key_heads)
-        pieces = causal_conv1d(
-            qkv, convolution.weight, convolution.bias, cu_seqlens=documents, split=split, l2_norm=(head, head, None), eps=_EPS
-        )
-        q, k, v = sizes.heads_of(pieces, roles.key_heads)
-        g, beta = (gate.flatten(2) for gate in delta_gates(a, b, parameters[roles.a_log], parameters[roles.dt_bias]))
-        y: Any = gated_delta_rule(q, k, v, g, beta, cu_seqlens=documents)
+        gates = parameters[roles.a_log], parameters[roles.dt_bias]
+        net = DeltaNet(convolution.weight, convolution.bias, *gates, sizes.split(roles.key_heads)[0], roles.key_heads)
+        y = net(qkv, b, a, documents)
         given = {**vars(norm)["_onepass"].options, "precision": self.out.precision(), "lora": self.out.adapters() or None}
         given["group_size"] = given["group_size"] or norm.weight.numel()
         return gated_norm_linear(y.flatten(-2), z, norm.weight, self.out.weight(x.dtype), self.out.bias(), **given)
@@ -219,7 +215,7 @@ def _right(module: nn.Module, candidates: list[DeltaRoles]) -> DeltaRoles | None
         sizes = _Sizes.of(stock, gated, own[roles.a_log])
         qkv, z, b, a = roles.ordered([layers[name](x) for name in roles.inputs], sizes)
         split, head = sizes.split(roles.key_heads)
-        pieces = causal_conv1d_reference(qkv, taps, shift, split=split, l2_norm=(head, head, None), eps=_EPS)
+        pieces = causal_conv1d_reference(qkv, taps, shift, split=split, l2_norm=(head, head, None), eps=LENGTH_EPS)
         q, k, v = sizes.heads_of(pieces, roles.key_heads)
         g, beta = delta_gates_reference(a.flatten(2), b.flatten(2), own[roles.a_log], own[roles.dt_bias])
         y: Any = gated_delta_rule_reference(q, k, v, g, beta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ from torch import Tensor
 from onepass.integrations.megatron.fusions import table_pair
 from onepass.integrations.megatron.norms import HeadNorm
 from onepass.ops.attention.attention import attention
+
+
+class Fused:
+    """A layer of Megatron's that onepass computes, where there is no reason to run Megatron's own forward."""
+
+    part: ClassVar[str]  # of a model, as an account of it says
+    by: ClassVar[str]
+
+    def why_left(self) -> str | None:
+        """Why Megatron's own forward runs, or None."""
+        raise NotImplementedError
 
 
 @cache
@@ -70,7 +81,12 @@ def fused_qkv_self_attention() -> Any:
     from megatron.core.tensor_parallel import checkpoint
     from megatron.core.transformer.attention import SelfAttention
 
-    class FusedQKVSelfAttention(SelfAttention):  # type: ignore[misc]
+    class FusedQKVSelfAttention(SelfAttention, Fused):  # type: ignore[misc]
+        part, by = "self_attention", "attention of linear_qkv's output, rotation in it"
+
+        def why_left(self) -> str | None:
+            return why_split(self)
+
         def forward(
             self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, rotary_pos_emb: Any = None,
             packed_seq_params: Any = None, **others: Any,
@@ -161,11 +177,8 @@ def _are_plain(layer: Any, freqs: Any, packed: Any, hidden: Tensor) -> bool:
     return freqs is None or layer.config.apply_rope_fusion or not several or freqs.shape[0] != tokens
 
 
-def describe_attention(model: Any) -> Iterator[str]:
-    """Yield a line for each way in which the model's attention runs: the layers, and the reason where they are Megatron's own."""
-    layers = [module for module in model.modules() if isinstance(module, fused_qkv_self_attention())]
-    for reason, count in Counter(map(why_split, layers)).items():
-        if reason is None:
-            yield f"  self_attention of {count} layers: attention of linear_qkv's output, rotation in it"
-        else:
-            yield f"  left: self_attention of {count} layers: {reason}"
+def describe_fused(model: Any) -> Iterator[str]:
+    """Yield a line for each way in which the model's attention and mixers run: the layers, and why some are Megatron's own."""
+    layers = [module for module in model.modules() if isinstance(module, Fused)]
+    for (part, by, reason), count in Counter((each.part, each.by, each.why_left()) for each in layers).items():
+        yield f"  {part} of {count} layers: {by}" if reason is None else f"  left: {part} of {count} layers: {reason}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.deferred import DeferredWgrad
-from onepass.integrations.megatron.attention import describe_attention
+from onepass.integrations.megatron.attention import describe_fused
 from onepass.integrations.megatron.wgrad import DEFERRED, drain_embedding_wgrad_compute
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
 
@@ -185,4 +185,4 @@ def apply(model: Any, *, fp32_logits: bool = False) -> AppliedHead:
 
 
 def _account(model: Any, head: str) -> str:
-    return "\n".join((f"onepass in {type(model).__name__}", f"  {head}", *describe_attention(model)))
+    return "\n".join((f"onepass in {type(model).__name__}", f"  {head}", *describe_fused(model)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from onepass.integrations.megatron.attention import core_attention, fused_qkv_self_attention
 from onepass.integrations.megatron.experts import with_grouped_experts
 from onepass.integrations.megatron.fusions import get_bias_dropout_add
+from onepass.integrations.megatron.mixers import fused_gated_delta_net, gated_norm_row_parallel_linear
 from onepass.integrations.megatron.mlp import activation_mlp, activation_row_parallel_linear, fused_activation
 from onepass.integrations.megatron.norms import MegatronHeadNorm, MegatronNorm, ResidualNorm
 from onepass.ops.norm.norm_linear import norm_linear
@@ -139,8 +140,8 @@ _WHY_NONE = {  # HybridStackSubmodules' layers that onepass doesn't build
 
 
 def hybrid_stack_spec(config: Any) -> Any:
-    """Return a HybridModel's stack: attention (*), MLP (-) and MoE (E) layers, and Megatron's own Mamba (M) and gated delta net
-    (G) with their norm inside of the product after it. Others raise where the model builds them."""
+    """Return a HybridModel's stack: attention (*), gated delta net (G), MLP (-) and MoE (E) layers, and Megatron's own Mamba (M)
+    with its norm inside of the product after it. Others raise where the model builds them."""
     block, layer, ssm = _modules("models.hybrid.hybrid_block", "transformer.transformer_layer", "ssm.mlp_layer")
     mamba, mixer, gdn = _modules("ssm.mamba_layer", "ssm.mamba_mixer", "ssm.gated_delta_net")
     _identity, spec = _identity_and_spec()
@@ -153,7 +154,7 @@ def hybrid_stack_spec(config: Any) -> Any:
         return spec(module=layer.TransformerLayer, submodules=submodules)
 
     scan = mixer.MambaMixerSubmodules(in_proj=in_proj, out_proj=out_proj)
-    delta = gdn.GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=MegatronNorm, out_proj=out_proj)
+    delta = gdn.GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=MegatronHeadNorm, out_proj=gated_norm_row_parallel_linear())
     layers = {
         "mamba_layer": spec(
             module=mamba.MambaLayer,
@@ -161,7 +162,7 @@ def hybrid_stack_spec(config: Any) -> Any:
                 mixer=spec(module=mixer.MambaMixer, submodules=scan), mamba_bda=get_bias_dropout_add
             ),
         ),
-        "gdn_layer": mixes(spec(module=gdn.GatedDeltaNet, submodules=delta)),
+        "gdn_layer": mixes(spec(module=fused_gated_delta_net(), submodules=delta)),
         "attention_layer": mixes(_self_attention(config)),
         "mlp_layer": spec(
             module=ssm.MLPLayer, submodules=layer.TransformerLayerSubmodules(mlp=_mlp(config, dense=True), **dense)

@@ -45,7 +45,7 @@ from onepass.runtime.sharding import (
 )
 
 _TYPES = (torch.bfloat16, torch.float32, torch.float16)
-_WIDTHS = range(2, 9)  # of the convolution
+WIDTHS = range(2, 9)  # of the convolution
 HeadWidths = int | Sequence[int | None] | None  # what l2_norm may be
 
 
@@ -231,8 +231,8 @@ def check_options(
     name: str, columns: int, width_name: str, width: int, activation: object, split: object, l2_norm: object, eps: float
 ) -> None:
     """Raise where an option is wrong. The names: what the columns and the convolution's width are called."""
-    if width not in _WIDTHS:
-        raise ValueError(f"{width_name} must be {_WIDTHS[0]} to {_WIDTHS[-1]}, but is {width!r}")
+    if width not in WIDTHS:
+        raise ValueError(f"{width_name} must be {WIDTHS[0]} to {WIDTHS[-1]}, but is {width!r}")
     if activation not in ("silu", None):
         raise ValueError(f"activation must be 'silu' or None, but is {activation!r}")
     check_eps(eps)
