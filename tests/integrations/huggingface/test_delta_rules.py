@@ -70,6 +70,7 @@ def test_a_model_calls_it(monkeypatch):
     model = made("Qwen3Next")
     before, applied = copy.deepcopy(model), huggingface.apply(model)
     rows = [row for row in applied.rows if row.by == BOTH]
+    calls.clear()  # of trials
     for given in (batch(), batch(masked=True)):
         assert_alike(step(model, **given), step(before, **given))
     assert len(calls) == 2 * len(rows) and rows
@@ -93,16 +94,17 @@ def test_a_prompt_s_states_are_the_model_s():
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
 
 
-def test_boundaries_beside_several_rows_are_the_models_own():
+def test_states_of_documents_in_several_rows_are_the_models_own():
     def own(*operands, **given):
         return given
 
     x, g = torch.randn(2, 4, 1, 4), torch.zeros(2, 4, 1)
     boundaries = torch.tensor([0, 4])
-    given = delta_rule_of(own)(x, x, x, g=g, beta=g, cu_seqlens=boundaries, use_qk_l2norm_in_kernel=True, chunk_size=32)
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "chunk_size": 32}
+    given = delta_rule_of(own)(x, x, x, g=g, beta=g, cu_seqlens=boundaries, **options)
     assert given == {
         "g": g, "beta": g, "cu_seqlens": boundaries, "use_qk_l2norm_in_kernel": True, "chunk_size": 32, "initial_state": None,
-        "output_final_state": False,
+        "output_final_state": True,
     }  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def all_is_right(applied):
 
 
 MUTANTS = {
-    "documents see each other": ("delta_rule_of", "else cu_seqlens.int()", "else None"),
+    "documents see each other": ("delta_rule_of", "cu_seqlens=cu_seqlens.int()", "cu_seqlens=None"),
     "lengths of q and k stay": ("delta_rule_of", "if use_qk_l2norm_in_kernel:", "if not use_qk_l2norm_in_kernel:"),
     "lengths of K": ("_of_length_one", "K**-0.5", "1.0"),
     "any function": ("is_delta_rule", "if not close(y", "if None is close(y"),

@@ -493,3 +493,8 @@ def test_a_mutant_is_found(name, monkeypatch):
     catches(module if module in CATCHES else applied_module)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         catches(mutant)
+
+
+def test_a_mixture_named_mlp_has_the_row_of_its_experts_alone():
+    rows = [row for row in huggingface.apply(made("GptOss")).rows if row.part == "mlp"]
+    assert {(row.kind, row.why) for row in rows} == {("GptOssExperts", None)}

@@ -284,7 +284,7 @@ LEFT = {
         {"cu_seq_lens_q": torch.tensor([0, 24], dtype=torch.int32), "attention_mask": holes()},
         "both cu_seq_lens_q and attention_mask",
     ),
-    "lengths of two rows": ("Llama", {"cu_seq_lens_q": torch.tensor([0, 24], dtype=torch.int32)}, "cu_seq_lens_q"),
+    "lengths of int64": ("Llama", {"cu_seq_lens_q": torch.tensor([0, 12, 24])}, "cu_seq_lens_q"),
 }
 
 

@@ -262,7 +262,7 @@ def _replaced(
     rows += told + (replace_mixers(model, patches) if qkv else [])
     if norms and (mlp or qkv or rope):
         rows += replace_layers(model, patches, norms, attentions, mlps)
-    told = replace_masks(model, patches) if attentions else []
+    told = replace_masks(model, patches) if qkv or rope else []
     rows += told if qkv else []
     rows += replace_loss(model, patches) if loss else []
     rows += replace_lora(model, patches) if mlp and qkv else []

@@ -149,11 +149,13 @@ def _both(mask: Tensor | None, seen: Tensor | None) -> Tensor | None:
 def _documents_given(options: dict[str, Any], query: Tensor, aligned: bool) -> Tensor:
     if not aligned:
         raise ValueError("cu_seq_lens_q must be None where there are more or fewer keys than queries")
+    wrong = "cu_seq_lens_q and cu_seq_lens_k must be boundaries of documents in one row"
+    if query.shape[0] != 1:
+        raise ValueError(f"{wrong}, but there are {query.shape[0]}")
     try:
-        bounds = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
-        return documents_of_lengths(*bounds, query.device, query.shape[0])
+        return documents_of_lengths(options["cu_seq_lens_q"], options.get("cu_seq_lens_k"), query.device)
     except Refused as why:
-        raise ValueError(f"cu_seq_lens_q and cu_seq_lens_k must be boundaries of documents in one row: {why}") from None
+        raise ValueError(f"{wrong}: {why}") from None
 
 
 def _documents_by_positions(marker: Tensor, position_ids: Any, tokens: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.integrations.huggingface.documents import as_one_row
 from onepass.integrations.huggingface.probe import close, randn
 from onepass.ops.convolution.causal_conv1d import WIDTHS, causal_conv1d, causal_conv1d_reference
 
@@ -43,10 +44,11 @@ def convolution_of(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         documents = others.get("cu_seq_lens_q")
         known = weight.shape[-1] in WIDTHS and activation in _ACTIVATIONS and others.get("seq_idx") is None
-        if not known or (documents is not None and hidden_states.shape[0] > 1):
+        if not known:
             return stock(hidden_states, weight, bias, activation=activation, **others)
-        documents = None if documents is None else documents.int()
-        y = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=documents)
-        return y.transpose(1, 2)  # type: ignore[union-attr]
+        x = hidden_states.transpose(1, 2)
+        (rows,), documents = ((x,), None) if documents is None else (as_one_row(x), documents.int())
+        y: Any = causal_conv1d(rows, weight, bias, activation=activation, cu_seqlens=documents)
+        return y.view(x.shape).transpose(1, 2)
 
     return convolve

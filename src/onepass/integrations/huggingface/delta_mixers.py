@@ -21,6 +21,7 @@ from onepass.integrations.delta_net import LENGTH_EPS, DeltaNet
 from onepass.integrations.huggingface.attentions import LENGTHS, WITHOUT_EFFECT
 from onepass.integrations.huggingface.convolutions import CONVOLUTION
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE
+from onepass.integrations.huggingface.documents import as_one_row
 from onepass.integrations.huggingface.gated_norms import GatedNormMatch
 from onepass.integrations.huggingface.linear_layers import base_of, is_linear, sizes_of, tiny
 from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, parts_of
@@ -107,8 +108,8 @@ class DeltaMixer:
         return isinstance(other, GatedNormMatch) and mine.options == other.options and shapes[0] == shapes[1]  # type: ignore[union-attr]
 
     def suits(self, x: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether a call has no cache and no documents in several rows, and nobody has changed or watches the module's parts."""
-        if args or x.dim() != 3 or (options.get("cu_seq_lens_q") is not None and x.shape[0] > 1):
+        """Whether a call has no cache, and nobody has changed or watches the module's parts."""
+        if args or x.dim() != 3:
             return False
         mask = options.get("attention_mask")
         if mask is not None and mask.shape != x.shape[:2]:
@@ -132,13 +133,17 @@ class DeltaMixer:
         if mask is not None:
             x, folded = x if folded is None else folded.unfold(x), None
             x = (x * mask[:, :, None]).to(x.dtype)
-        qkv, z, b, a = roles.ordered(parts_of(self.inputs(x, folded), self.inputs.sizes), sizes)
+        made = self.inputs(x, folded)
+        if documents is not None:
+            (made,) = as_one_row(made)
+        qkv, z, b, a = roles.ordered(parts_of(made, self.inputs.sizes), sizes)
         gates = parameters[roles.a_log], parameters[roles.dt_bias]
         net = DeltaNet(convolution.weight, convolution.bias, *gates, sizes.split(roles.key_heads)[0], roles.key_heads)
         y = net(qkv, b, a, documents)
         given = {**vars(norm)["_onepass"].options, "precision": self.out.precision(), "lora": self.out.adapters() or None}
         given["group_size"] = given["group_size"] or norm.weight.numel()
-        return gated_norm_linear(y.flatten(-2), z, norm.weight, self.out.weight(x.dtype), self.out.bias(), **given)
+        made = gated_norm_linear(y.flatten(-2), z, norm.weight, self.out.weight(x.dtype), self.out.bias(), **given)
+        return made if documents is None else made.view(*x.shape[:-1], -1)
 
     def _parts(self) -> tuple[Any, Any]:
         """Return the convolution and the norm."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from onepass.integrations.huggingface.documents import as_one_row
 from onepass.integrations.huggingface.probe import close, randn
 from onepass.ops.delta.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from onepass.ops.norm.norm import rms_norm
@@ -48,13 +49,16 @@ def delta_rule_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         given: dict[str, Any] = {"initial_state": initial_state, "output_final_state": output_final_state}
-        if cu_seqlens is not None and query.shape[0] > 1:
+        if cu_seqlens is not None and query.shape[0] > 1 and (initial_state is not None or output_final_state):
             others |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
             return stock(query, key, value, g=g, beta=beta, **given, **others)
         if use_qk_l2norm_in_kernel:
             query, key = _of_length_one(query), _of_length_one(key)
-        found = gated_delta_rule(query, key, value, g, beta, cu_seqlens=None if cu_seqlens is None else cu_seqlens.int(), **given)
-        return found if output_final_state else (found, None)
+        if cu_seqlens is None:
+            found: Any = gated_delta_rule(query, key, value, g, beta, **given)
+        else:
+            found = gated_delta_rule(*as_one_row(query, key, value, g, beta), cu_seqlens=cu_seqlens.int(), **given)
+        return found if output_final_state else (found.view(value.shape), None)
 
     return correct
 

@@ -13,13 +13,18 @@ class Refused(Exception):
     """What a call has that onepass's attention does not take."""
 
 
-def documents_of_lengths(cu_seqlens: object, of_keys: object, device: torch.device, rows: int) -> Tensor:
-    """Return the boundaries that a collator has counted."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or rows != 1:
-        raise Refused("cu_seq_lens_q that is no int32 tensor of one row's boundaries")
+def documents_of_lengths(cu_seqlens: object, of_keys: object, device: torch.device) -> Tensor:
+    """Return the boundaries that a collator has counted, over all rows, as flash attention has them."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32:
+        raise Refused("cu_seq_lens_q that is no int32 tensor of boundaries")
     if not isinstance(of_keys, Tensor | None) or (of_keys is not None and of_keys.shape != cu_seqlens.shape):
         raise Refused("cu_seq_lens_k of other documents")
     return cu_seqlens.to(device, non_blocking=True)
+
+
+def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors [rows, tokens, ...] as [1, rows * tokens, ...], over which boundaries count."""
+    return tuple(x if x.shape[0] == 1 else x.flatten(0, 1)[None] for x in tensors)
 
 
 def documents_of_rows(ids_or_mask: object, rows: int, tokens: int, device: torch.device, *, padding: bool) -> Tensor | None:

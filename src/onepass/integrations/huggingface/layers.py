@@ -98,7 +98,7 @@ def find_layer(
 
 def _mixer(child: nn.Module) -> MixerMatch | None:
     match = vars(child).get("_onepass")
-    return match if isinstance(match, MixerMatch) else None
+    return match if isinstance(match, MixerMatch) and match.module is child else None
 
 
 def joined(program: Program, norms: dict[str, NormMatch], takers: Mapping[str, Taker]) -> Program:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
+from onepass.integrations.huggingface.document_trials import mixers_in, parts_documents
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
-from onepass.integrations.huggingface.interfaces import NOTHING, marker_of, masks_nothing, window_of
+from onepass.integrations.huggingface.interfaces import NOTHING, documents_of, marker_of, masks_nothing, window_of
 from onepass.integrations.huggingface.layer_trace import hands_on
 from onepass.integrations.huggingface.layers import LayerMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
@@ -29,11 +30,14 @@ from onepass.ops.attention.attention import LONGEST
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.runtime.backend import choose
 
+LENGTHS_OF_Q = "cu_seq_lens_q"
 _INPUTS = frozenset(  # these mask nothing
     ("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels", "output_router_logits")
 )
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _HIDING = LENGTHS | {_MASK, _POSITIONS}
+_TOGETHER = "packed documents see each other"
+_UNKNOWN = "nothing is known of boundaries that its code hands on"
 _CACHE = ("use_cache", "past_key_values", "cache")
 
 
@@ -69,19 +73,30 @@ class Stack:
     paths: list[MaskPath]  # of those layers that have attention; the others get no mask
     by: str  # the attention implementation at `apply`
     names: list[str]  # of its forward's arguments
+    leaks: tuple[str, ...] = ()  # kinds of mixers in which documents see each other all the same
+    mixes: bool = False  # it has mixers, which take boundaries
     packs: bool = False  # positions that begin again part documents
     pads: bool = False  # a mask of [rows, tokens] hides tokens
     snapshot: Snapshot = UNREAD
     refused: dict[str, None] = field(default_factory=dict)  # what calls had that were left to transformers
     looked: bool = False  # for documents that see each other
-    warned: bool = False  # of them
+    warned: list[str] = field(default_factory=list)  # of what
 
     def change(self) -> str | None:
         return self.snapshot.change(self.module)
 
     def left(self) -> str | None:
-        """What calls had in which masks were transformers' own."""
-        return f"transformers' masks in calls with {', '.join(self.refused)}" if self.refused else None
+        """In what packed documents see each other, and what calls had in which masks were transformers' own."""
+        words = [f"{_TOGETHER} in {' and '.join(self.leaks)}"] if self.leaks else []
+        words += [f"transformers' masks in calls with {', '.join(self.refused)}"] if self.refused else []
+        return "; ".join(words) or None
+
+    def warn_of_packing(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Warn once of a packed batch, where nothing is known of what parts its documents."""
+        inputs = {name: value for name, value in self._given(args, options).items() if not _is_nothing(name, value)}
+        self._check_rows(inputs, _UNKNOWN)
+        if LENGTHS_OF_Q in inputs:
+            self._warn(f"documents of cu_seq_lens_q may see each other: {_UNKNOWN}")
 
     def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         """Return the marker for this call, or None where it is left to transformers."""
@@ -95,12 +110,13 @@ class Stack:
                 self.refused[str(reason)] = None
             return None
 
-    def trains_by_positions(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether this call trains, has positions and asks for no cache: with one transformers looks for no documents."""
+    def trains_by_documents(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether this call trains, may have documents and asks for no cache: with one transformers looks for none."""
         if not stack.training or not torch.is_grad_enabled() or "use_cache" in self.names[: len(args)]:
             return False
         given = self._given(args, options)
-        return given.get(_POSITIONS) is not None and all(given.get(name) is None for name in _CACHE)
+        packed = given.get(_POSITIONS) is not None or given.get(LENGTHS_OF_Q) is not None
+        return packed and all(given.get(name) is None for name in _CACHE)
 
     def _given(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.names, args)), **options}  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
@@ -119,6 +135,8 @@ class Stack:
         inputs = {name: value for name, value in everything.items() if not _is_nothing(name, value)}
         if getattr(stack.config, "use_cache", False) if cache is None else cache:
             self._check_rows(inputs, "with a cache, which use_cache=False leaves out, transformers looks for none")
+            if LENGTHS_OF_Q in inputs:
+                self._warn("cu_seq_lens_q parts no documents in attention with a cache, which use_cache=False leaves out")
             raise Refused("a cache")
         for name in everything:
             if name not in _INPUTS and name not in _HIDING and (name in inputs or name == "is_causal"):
@@ -129,6 +147,8 @@ class Stack:
             raise Refused("attention dropout")
         x = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         documents = self._documents(x, inputs)
+        if documents is not None and self.leaks and _MASK not in inputs:
+            self._warn(f"{_TOGETHER} in {' and '.join(self.leaks)}")
         tokens = x.shape[1] if documents is None else x.shape[0] * x.shape[1]
         if x.is_cuda and (documents is not None or self._hides_more(x.shape[1])):
             self._check_kernels(tokens, documents)
@@ -137,14 +157,14 @@ class Stack:
     def _documents(self, x: Tensor, inputs: dict[str, Any]) -> Tensor | None:
         """Return the boundaries of the batch's documents, or None where each row is one."""
         rows, tokens = x.shape[:2]
-        if "cu_seq_lens_q" in inputs:
+        if LENGTHS_OF_Q in inputs:
             if _MASK in inputs:
                 raise Refused("both cu_seq_lens_q and attention_mask")
-            return documents_of_lengths(inputs["cu_seq_lens_q"], inputs.get("cu_seq_lens_k"), x.device, rows)
+            return documents_of_lengths(inputs[LENGTHS_OF_Q], inputs.get("cu_seq_lens_k"), x.device)
         name = _MASK if _MASK in inputs else _POSITIONS
         if name not in inputs:
             return None
-        if not (self.pads if name is _MASK else self.packs):
+        if not (self.pads if name is _MASK else self.packs or self.mixes):
             self._check_rows(inputs, "its own masks part none: give cu_seq_lens_q, as DataCollatorWithFlattening does if asked")
             hybrid = len(self.paths) < len(self.layers) and name is _MASK
             raise Refused(f"{name}, {'which layers without attention read' if hybrid else 'by which its own masks part nothing'}")
@@ -159,12 +179,18 @@ class Stack:
             return
         self.looked = True
         try:
-            self.warned = documents_of_rows(inputs[_POSITIONS], x.shape[0], x.shape[1], x.device, padding=False) is not None
+            several = documents_of_rows(inputs[_POSITIONS], x.shape[0], x.shape[1], x.device, padding=False) is not None
         except Refused:  # what has no documents that onepass can see
             return
-        if self.warned:
-            text = "position_ids begin again within a row, as those of packed documents do, but the row is one sequence"
-            warnings.warn(f"{type(self.module).__name__}: {text}: {why}", stacklevel=2)
+        if several:
+            what = "position_ids begin again within a row, as those of packed documents do"
+            self._warn(f"{what}, but the row is one sequence: {why}")
+
+    def _warn(self, text: str) -> None:
+        if torch.compiler.is_compiling() or text in self.warned:
+            return
+        self.warned.append(text)
+        warnings.warn(f"{type(self.module).__name__}: {text}", stacklevel=2)
 
     def _hides_more(self, tokens: int) -> bool:
         """Whether a layer needs onepass's attention even where rows are whole."""
@@ -200,13 +226,17 @@ def replace_masks(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     for name, stack in model.named_modules():
         place = next((name for name, child in stack.named_children() if isinstance(child, nn.ModuleList)), None)
         layers = [] if place is None else [*stack._modules[place]]
-        if place is None or not any(_attentions_in(layer) for layer in layers):
+        mixers = {type(module).__name__ for layer in layers for _, module in mixers_in(layer)}
+        if place is None or not (mixers or any(_attentions_in(layer) for layer in layers)):
             continue
         with reads_of(stack) as reads:
             match, why = _found(stack, place, layers) if stack is not model else (None, "other code reads the model's forward")
         if match is not None:
             match.snapshot = reads.snapshot()
             patches.set_forward(stack, _forward, match)
+        elif mixers and not own_forward(stack) and stack is not model:
+            patches.set_forward(stack, _watched, Stack(stack, place, layers, [], "", list(parameters_of(stack))))
+            why = f"packed documents may see each other, as {_UNKNOWN}"
         by = None if match is None else _words(match)
         rows.append(AppliedRow(name, type(stack).__name__, "qkv", by=by, why=why, match=match))
     return rows
@@ -238,6 +268,8 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
         return None, "it has a forward of its own already"
     found = [find_mask_path(layer) for layer in layers]
     paths, attends = [path for path in found if path is not None], [path is not None for path in found]
+    if not any(_attentions_in(layer) for layer in layers):
+        return _without_attention(stack, place, layers)
     if not paths:
         return None, "no layer passes a mask on to an attention that is causal"
     by = stack.config._attn_implementation
@@ -268,10 +300,33 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
         return None, "its layers call attention in a way that onepass doesn't know"
     for path, window in zip(paths, windows, strict=True):
         path.attention.window = window
-    match = Stack(stack, place, layers, paths, by, list(parameters_of(stack)))
+    match = Stack(stack, place, layers, paths, by, list(parameters_of(stack)), *_mixing(stack, layers))
     if not plain_only:
         match.packs, match.pads = (_reads(stack, name, value, hidden, attends) for name, value in _BATCHES.items())
     return match, None
+
+
+def _without_attention(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | None, str | None]:
+    """Return the stack if boundaries come to all mixers, and from positions that it is given; or None, and why."""
+    (leaks, mixes), names = _mixing(stack, layers), list(parameters_of(stack))
+    if leaks or _POSITIONS not in names:
+        return None, _UNKNOWN
+    return Stack(stack, place, layers, [], stack.config._attn_implementation, names, leaks, mixes), None
+
+
+def _mixing(stack: Any, layers: list[nn.Module]) -> tuple[tuple[str, ...], bool]:
+    """Return the kinds of the layers' mixers that don't part documents, and whether boundaries come to all the others."""
+    lengths = torch.tensor([0, _TOKENS], dtype=torch.int32)
+    calls, leaks, mixes, known = _run(stack, None, **{LENGTHS_OF_Q: lengths}).layers, set(), False, {}
+    for i, layer in enumerate(layers):
+        for name, module in mixers_in(layer):
+            mixes, kind = True, (type(module), tuple(p.shape for p in module.parameters()))
+            if kind not in known:
+                known[kind] = parts_documents(module)
+            comes = len(calls) == len(layers) and calls[i].get(LENGTHS_OF_Q) is lengths
+            if not (known[kind] and comes and name in layer._modules and hands_on(layer, name, LENGTHS_OF_Q)):
+                leaks.add(type(module).__name__)
+    return tuple(sorted(leaks)), mixes
 
 
 _ROWS, _TOKENS, _WINDOW = 2, 6, 2  # of the small batches
@@ -309,7 +364,7 @@ def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
     others: list[Function] = []
     for name, child in stack._modules.items():
         if isinstance(child, nn.ModuleList):
-            layers = [Function(_first) for _ in child]
+            layers = [_layer(each) for each in child]
             children[name] = nn.ModuleList(layers)
             continue
         if child is None:
@@ -332,6 +387,13 @@ def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
     calls = [{**{str(i): value for i, value in enumerate(args)}, **options} for each in layers for args, options in each.calls]
     masks = [call.pop(_MASK, None) for call in calls]
     return _Run(masks, calls, [list(call) for each in others for call in each.calls])
+
+
+def _layer(layer: nn.Module) -> Function:
+    """Return a stand-in for a layer, with the attributes that say of which kind it is."""
+    made = Function(_first)
+    vars(made).update({name: value for name, value in vars(layer).items() if isinstance(value, str | int)})
+    return made
 
 
 def _hides(mask: Any, seen: Tensor, kept: Tensor) -> bool:
@@ -358,7 +420,8 @@ def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor], attends: li
 
 def _words(match: Stack) -> str:
     attentions = [path.attention for path in match.paths]
-    kinds = [name for name, there in (("packed", match.packs), ("padded", match.pads)) if there]
+    packs = match.packs or (match.mixes and not match.leaks)
+    kinds = [name for name, there in (("packed", packs), ("padded", match.pads)) if there]
     words = [f"documents for {' and '.join(kinds)} masks" if kinds else "no masks"]
     windows = sorted({each.window for each in attentions if each.window is not None})
     if windows:
@@ -390,9 +453,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _forward(self: Any, *args: Any, **options: Any) -> Any:
-    if self._onepass.trains_by_positions(self, args, options):
+    stack: Stack = self._onepass
+    if stack.trains_by_documents(self, args, options):
         options["use_cache"] = False
-    marker = self._onepass.marker(self, args, options)
+    marker = stack.marker(self, args, options)
     if marker is not None:
-        options[_MASK] = marker
+        if stack.paths:
+            options[_MASK] = marker
+        if stack.mixes and (documents := documents_of(marker)) is not None:
+            options[LENGTHS_OF_Q] = documents
+    return type(self).forward(self, *args, **options)
+
+
+def _watched(self: Any, *args: Any, **options: Any) -> Any:
+    self._onepass.warn_of_packing(args, options)
     return type(self).forward(self, *args, **options)

@@ -196,9 +196,17 @@ def replace_mlps(model: nn.Module, patches: Patches) -> tuple[dict[nn.Module, ML
         if isinstance(match, MLPMatch | ActivationMatch):
             patches.set_forward(module, _forward, match)
             rows.append(AppliedRow(name, type(module).__name__, "mlp", by=match.made_by, match=match))
-        elif match is not None or type(module).__name__.lower().endswith(("mlp", "feedforward")):
+        elif match is not None or (_is_named_so(module) and not any(map(_are_experts, module.children()))):  # which have a row
             rows.append(AppliedRow(name, type(module).__name__, "mlp", why=match or _why(module)))
     return made, rows
+
+
+def _is_named_so(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith(("mlp", "feedforward"))
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("experts")
 
 
 def _why(module: nn.Module) -> str:

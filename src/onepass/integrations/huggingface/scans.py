@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from onepass.integrations.huggingface.documents import as_one_row
 from onepass.integrations.huggingface.probe import close, randn
 from onepass.ops.scan.mamba_chunk_scan import mamba_chunk_scan, mamba_chunk_scan_reference
 
@@ -48,14 +49,18 @@ def scan_of(stock: Callable[..., Any]) -> Callable[..., Any]:
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **given: Any) -> Any:
         documents = given.get("cu_seq_lens_q")
         known = given.get("z") is None and given.get("seq_idx") is None
-        if not known or (documents is not None and (x.shape[0] > 1 or given.get("initial_states") is not None)):
+        states = given.get("initial_states") is not None, x.shape[0] > 1 and given.get("return_final_states", False)
+        if not known or (documents is not None and any(states)):
             return stock(x, dt, A, B, C, chunk_size=chunk_size, **given)
         options = {name: given[name] for name in _OPTIONS if name in given}
-        found = mamba_chunk_scan(x, dt, A, B, C, cu_seqlens=None if documents is None else documents.int(), **options)
-        if documents is None or isinstance(found, Tensor):
-            return found
-        y, states = found
-        return y, states[-1:]  # what a cache continues
+        if documents is None:
+            return mamba_chunk_scan(x, dt, A, B, C, **options)
+        rows, steps, B, C = as_one_row(x, dt, B, C)
+        found = mamba_chunk_scan(rows, steps, A, B, C, cu_seqlens=documents.int(), **options)
+        if isinstance(found, Tensor):
+            return found.view(x.shape)
+        y, final = found
+        return y, final[-1:]  # what a cache continues
 
     return scan
 
