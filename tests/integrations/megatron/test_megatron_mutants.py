@@ -55,6 +55,7 @@ BY_EXPERTS = (test_experts.test_as_stock, "swiglu", [3, 0, 5, 2])
 DOCUMENTS, OTHER_DELTA = test_mixers.test_packed_documents_are_alone, test_mixers.test_other_gated_delta_nets_are_megatrons
 PATCH = object()  # in the place of monkeypatch
 DELTA = (test_mixers.test_a_gated_delta_net_is_as_stock, {}, {}, PATCH)
+MAMBA = (test_mixers.test_a_mamba_mixer_is_as_stock, 2, PATCH)
 
 
 CLAMPED = {
@@ -174,6 +175,16 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "any convolution": (MIXERS, "_why_left", "width not in WIDTHS", "False", (OTHER_DELTA, {"linear_conv_kernel_dim": 9}, "the convolution's width is 9", PATCH)),
     "out_proj not called as a module": (MIXERS, "fused_gated_delta_net", "self.out_proj(", "self.out_proj.forward(", (test_mixers.test_modules_are_called, PATCH)),
     "Megatron's inference not asked": (MIXERS, "fused_gated_delta_net", "inference_context is not None or ", "", (test_mixers.test_inference_of_a_gated_delta_net_is_megatrons, PATCH)),
+    "documents of Mamba see each other": (MIXERS, "fused_mamba_mixer", "documents = documents_of(packed_seq_params, made)", "documents = None", (test_mixers.test_packed_documents_of_mamba_are_alone, PATCH)),
+    "states that pass to the next document": (MIXERS, "fused_mamba_mixer", "dt_softplus=True, cu_seqlens=documents,", "dt_softplus=True,", (test_mixers.test_packed_documents_of_mamba_are_alone, PATCH)),
+    "B for C": (MIXERS, "fused_mamba_mixer", "x, B, C = causal", "x, C, B = causal", MAMBA),
+    "z that is convolved": (MIXERS, "fused_mamba_mixer", "(inner, inner + 2 * states, heads)", "(heads, inner + 2 * states, inner)", MAMBA),
+    "steps as they are": (MIXERS, "fused_mamba_mixer", "dt_softplus=True", "dt_softplus=False", MAMBA),
+    "nothing passed by the scan": (MIXERS, "fused_mamba_mixer", "D=self.D,", "", MAMBA),
+    "the gate after the norm": (MIXERS, "fused_mamba_mixer", '"norm_before_gate": False', '"norm_before_gate": True', MAMBA),
+    "one group of the norm": (MIXERS, "fused_mamba_mixer", "self.norm.group_size", "None", MAMBA),
+    "Mamba's inference not asked": (MIXERS, "fused_mamba_mixer", "inference_params is not None or ", "", (test_mixers.test_inference_of_a_mamba_mixer_is_megatrons, PATCH)),
+    "a Mamba without a norm": (MIXERS, "fused_mamba_mixer", " or not self.rmsnorm", "", (test_mixers.test_other_mamba_mixers_are_megatrons, "rmsnorm", False, "rmsnorm False", PATCH)),
     "weights of rows that aren't sorted": (PERMUTE, "_weights_of_rows", "row_map[: rows.shape[0]]", "row_map[: rows.shape[0]].sort().values", PERMUTED),
     "rows multiplied by the next one's weight": (PERMUTE, "_weights_of_rows", "row_map[: rows.shape[0]]", "row_map[: rows.shape[0]].roll(1)", (test_permute.test_as_stock, test_permute.unpermuted, "top 2", True)),
     "sums of the product's type": (PERMUTE, "fused_unpermute", ".to(permuted_tokens.dtype)", "", (test_permute.test_sixteen_bits_are_rounded_once, test_permute.unpermuted, True)),

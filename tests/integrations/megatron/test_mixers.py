@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from integrations.megatron.test_megatron import KINDS, config_of, step
 from integrations.megatron.test_self_attention import packed
-from integrations.megatron.test_specs import hybrid_model
+from integrations.megatron.test_specs import hybrid_model, without_mamba_ssm
 
 from onepass.integrations import megatron
 
@@ -20,6 +20,7 @@ LINEAR = {  # of gated delta nets
     "linear_num_value_heads": 4, "layernorm_epsilon": 1e-2, "deterministic_mode": True,
 }  # fmt: skip
 DELTA = KINDS["RMSNorm, swiglu"] | LINEAR
+MAMBA = KINDS["RMSNorm, swiglu"] | {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 4}
 
 
 @pytest.fixture
@@ -82,8 +83,23 @@ def delta_spec(stack):
     return stack.submodules.gdn_layer.submodules.self_attention
 
 
+def mamba_spec(stack):
+    return stack.submodules.mamba_layer.submodules.mixer
+
+
+def their_mamba():
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    return MambaMixer
+
+
+def mamba_sections(name):
+    return (64, 64, 8, 8, 8) if name == "in_proj.weight" else (64, 8, 8) if name.startswith("conv1d") else None
+
+
 KINDS_OF_MIXERS = {  # for mixers_worker.py: options, stand-ins, the mixer's spec, Megatron's class, sizes of parameters
     "delta": (DELTA, without_fla, delta_spec, their_delta_net, delta_sections),
+    "mamba": (MAMBA, without_mamba_ssm, mamba_spec, their_mamba, mamba_sections),
 }
 
 
@@ -247,3 +263,97 @@ def test_a_stack_of_them(installed, monkeypatch):
     models = [hybrid_model(config, "G*G-"), hybrid_model(config, "G*G-", spec)]
     ours, stock = (step(model) for model in models)
     assert ours == pytest.approx(stock, rel=2e-6)
+
+
+# ---- Mamba 2, of 8 heads in 2 groups ----
+
+
+def mamba_mixers(config, **params):
+    """Return a mixer of ours and of Megatron's with the same parameters. Both have the norm inside of in_proj."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.transformer.spec_utils import build_module
+
+    ours, theirs = (mamba_spec(megatron.hybrid_stack_spec(config)) for _ in range(2))
+    theirs.module, theirs.submodules.out_proj = their_mamba(), RowParallelLinear
+    given = {"d_model": 32, "layer_number": 1, "pg_collection": ProcessGroupCollection.use_mpu_process_groups(), **params}
+    ours, stock = (build_module(each, config, **given) for each in (ours, theirs))
+    generator = torch.Generator().manual_seed(2)
+    for parameter in ours.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    stock.load_state_dict(ours.state_dict())
+    return ours, stock
+
+
+def run_mamba(mixer, **given):
+    x, dy = (torch.randn(13, 1 if given else 2, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    y, _ = mixer(x.requires_grad_(), **given)
+    y.backward(dy)
+    return {"y": y, "x": x.grad} | {name: each.grad for name, each in mixer.named_parameters()}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_a_mamba_mixer_is_as_stock(groups, monkeypatch):
+    without_mamba_ssm(monkeypatch)
+    ours, stock = mamba_mixers(config_of(**MAMBA | {"mamba_num_groups": groups}))
+    assert isinstance(ours, their_mamba()) and ours.why_left() is None
+    with forward_counted(their_mamba()) as calls:
+        found = run_mamba(ours)
+        assert not calls
+    for name, each in run_mamba(stock).items():
+        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=5e-5, msg=lambda why, name=name: f"{name}: {why}")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [
+        ("rmsnorm", False, "rmsnorm False"),
+        ("D_has_hdim", True, "D_has_hdim is True"),
+        ("d_conv", 9, "the convolution's width is 9"),
+    ],
+)
+def test_other_mamba_mixers_are_megatrons(attribute, value, reason, monkeypatch):
+    mixer = without_mamba_ssm(monkeypatch)
+    ours, _ = mamba_mixers(config_of(**MAMBA))
+    setattr(ours, attribute, value)
+    monkeypatch.setattr(mixer.MambaMixer, "forward", lambda *given, **options: "Megatron's")
+    assert reason in ours.why_left() and ours(torch.randn(3, 1, 32)) == "Megatron's"
+
+
+def test_inference_of_a_mamba_mixer_is_megatrons(monkeypatch):
+    mixer = without_mamba_ssm(monkeypatch)
+    ours, _ = mamba_mixers(config_of(**MAMBA))
+    monkeypatch.setattr(mixer.MambaMixer, "forward", lambda *given, **options: "Megatron's")
+    for given in ({"inference_context": object()}, {"inference_params": object()}):
+        assert ours(torch.randn(3, 1, 32), **given) == "Megatron's"
+
+
+def test_packed_documents_of_mamba_are_alone(monkeypatch):
+    """Where stock's mixer would want total_tokens too. Rows after the last document are one more."""
+    without_mamba_ssm(monkeypatch)
+    mixer, _ = mamba_mixers(config_of(**MAMBA))
+    found = run_mamba(mixer, packed_seq_params=packed((5, 6)))
+    mixer.zero_grad()
+    x, dy = (torch.randn(13, 1, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    expected = []
+    for rows, grads in zip(x.split((5, 6, 2)), dy.split((5, 6, 2)), strict=True):
+        expected.append(mixer(rows)[0])
+        expected[-1].backward(grads)
+    torch.testing.assert_close(found["y"], torch.cat(expected), rtol=1e-5, atol=1e-5)
+    for name, each in mixer.named_parameters():
+        torch.testing.assert_close(found[name], each.grad, rtol=1e-4, atol=5e-5, msg=lambda why, name=name: f"{name}: {why}")
+
+
+def test_main_grad_of_mamba(monkeypatch):
+    without_mamba_ssm(monkeypatch)
+    ours, stock = mamba_mixers(config_of(**MAMBA))
+    for parameter in ours.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+    for _ in range(2):
+        run_mamba(ours), run_mamba(stock)
+    of_stock = dict(stock.named_parameters())
+    for name, each in ours.named_parameters():
+        added = each.main_grad if each.grad_added_to_main_grad else each.grad
+        torch.testing.assert_close(added, of_stock[name].grad, rtol=1e-4, atol=1e-4, msg=lambda why, name=name: f"{name}: {why}")
+    assert ours.norm.weight.grad_added_to_main_grad and ours.cp.get_conv1d_bias().grad_added_to_main_grad

@@ -17,6 +17,7 @@ EXPERTS = ("experts allgather", "experts alltoall", "padded alltoall", "tensors 
         *(("parallel", kind) for kind in ("rms", "layer", "heads", "few", "foretold")),
         ("pipeline", "rms"),
         ("mixers", "delta"),
+        ("mixers", "mamba"),
         *(("experts", kind) for kind in EXPERTS),
     ],
 )

@@ -49,41 +49,50 @@ def test_a_hybrid_models_linear_cross_entropy(installed):
 # ---- Mamba, whose kernels need a GPU and mamba-ssm ----
 
 
-def scan(zxbcdt, weight, bias, dt_bias, A, D, headdim, **_):
-    """Mamba 2's convolution, scan and gate, with one matrix of weights between tokens. One group."""
+def scan(zxbcdt, weight, bias, dt_bias, A, D, headdim, ngroups, **_):
+    """Mamba 2's convolution, scan and gate, with one matrix of weights between tokens."""
     (heads,), wide, taps = A.shape, *weight.shape
     inner = heads * headdim
     z, xbc, dt = zxbcdt.split([inner, wide, heads], -1)
     xbc = F.silu(F.conv1d(F.pad(xbc.mT, (taps - 1, 0)), weight[:, None], bias, groups=wide)).mT
-    x, B, C = xbc.split([inner, (wide - inner) // 2, (wide - inner) // 2], -1)
+    x, *pair = xbc.split([inner, (wide - inner) // 2, (wide - inner) // 2], -1)
     x, dt = x.unflatten(-1, (heads, headdim)), F.softplus(dt + dt_bias)
+    B, C = (each.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2) for each in pair)
     log_decay = (dt * A).cumsum(1)
     future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)[..., None]
     decay = (log_decay[:, :, None] - log_decay[:, None]).masked_fill(future, -torch.inf).exp()
-    y = torch.einsum("btn, bsn, btsh, bsh, bshp -> bthp", C, B, decay, dt, x) + D[:, None] * x
+    y = torch.einsum("bthn, bshn, btsh, bsh, bshp -> bthp", C, B, decay, dt, x) + D[:, None] * x
     return y.flatten(2) * F.silu(z)
 
 
 class GatedNorm(torch.nn.RMSNorm):
     def __init__(self, width, eps, group_size, norm_before_gate, device, dtype):
-        assert group_size == width
         super().__init__(width, eps, device=device, dtype=dtype)
+        self.group_size = group_size
+
+    def forward(self, x):
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return F.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(-2) * self.weight
 
 
-@pytest.fixture
-def mamba(on_cpu, monkeypatch):
-    """Megatron's mixer, with formulas in place of mamba-ssm's kernels."""
+def without_mamba_ssm(patch):
+    """Let Megatron's mixer run by formulas in place of mamba-ssm's kernels."""
     mixer = pytest.importorskip("megatron.core.ssm.mamba_mixer")
-    monkeypatch.setattr(mixer, "HAVE_MAMBA_SSM", True)
+    patch.setattr(mixer, "HAVE_MAMBA_SSM", True)
     for module in (mixer, sys.modules[mixer.MambaContextParallel.__module__]):
-        monkeypatch.setattr(module, "HAVE_EINOPS", True)
+        patch.setattr(module, "HAVE_EINOPS", True)
 
     def rearrange(x, pattern):
         return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
 
     for name, stand_in in (("rearrange", rearrange), ("mamba_split_conv1d_scan_combined", scan), ("ExtendedRMSNorm", GatedNorm)):
-        monkeypatch.setattr(mixer, name, stand_in, raising=False)
+        patch.setattr(mixer, name, stand_in, raising=False)
     return mixer
+
+
+@pytest.fixture
+def mamba(on_cpu, monkeypatch):
+    return without_mamba_ssm(monkeypatch)
 
 
 def local_stack_spec(config):

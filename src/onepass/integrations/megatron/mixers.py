@@ -1,6 +1,6 @@
-"""Megatron's mixers of hybrid stacks by a few ops of onepass: gated delta nets.
+"""Megatron's mixers of hybrid stacks by a few ops of onepass: gated delta nets and Mamba 2.
 
-The convolution, the gates and the rule read in_proj's output where it lies, and the gated norm runs inside of out_proj. What
+The convolution, and the gates of a rule, read in_proj's output where it lies, and the gated norm runs inside of out_proj. What
 backward keeps has no norm's output. Other cases go to Megatron's own forward.
 """
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from onepass.integrations.delta_net import DeltaNet
 from onepass.integrations.megatron.attention import Fused
 from onepass.integrations.megatron.norms import HeadNorm
-from onepass.ops.convolution.causal_conv1d import WIDTHS
+from onepass.ops.convolution.causal_conv1d import WIDTHS, causal_conv1d
 from onepass.ops.norm.gated_norm_linear import gated_norm_linear
+from onepass.ops.scan.mamba_chunk_scan import mamba_chunk_scan
 
 
 @cache
@@ -78,6 +79,53 @@ def fused_gated_delta_net() -> Any:
             return self.out_proj(y.flatten(2).transpose(0, 1), gate, self.out_norm(None), **norm)
 
     return FusedGatedDeltaNet
+
+
+@cache
+def fused_mamba_mixer() -> Any:
+    """Return a MambaMixer whose training is by onepass's ops. Its modules and checkpoints are stock's."""
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    class FusedMambaMixer(MambaMixer, Fused):  # type: ignore[misc]
+        part, by = "mamba mixer", "causal_conv1d, mamba_chunk_scan, gated_norm_linear"
+
+        def why_left(self) -> str | None:
+            if self.D_has_hdim or not self.rmsnorm:
+                return f"D_has_hdim is {self.D_has_hdim}, and rmsnorm {self.rmsnorm}"
+            dtype = getattr(self.config, "mamba_training_ssm_states_dtype", None)
+            if dtype is not None:
+                return f"mamba_training_ssm_states_dtype is {dtype}"
+            return _why_left(self.out_proj, self.d_conv, self.cp.cp_size)
+
+        def forward(
+            self, hidden_states: Tensor, inference_context: Any = None, *, inference_params: Any = None,
+            packed_seq_params: Any = None,
+        ) -> Any:  # fmt: skip
+            if inference_context is not None or inference_params is not None or self.why_left():
+                options = {"inference_params": inference_params, "packed_seq_params": packed_seq_params}
+                return super().forward(hidden_states, inference_context, **options)
+            inner, states, heads = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state, self.nheads_local_tp
+            made, _ = self.in_proj(hidden_states)
+            documents = documents_of(packed_seq_params, made)
+            gate, xbc, dt = made.split((inner, inner + 2 * states, heads), -1)
+            weight, bias = self.cp.get_conv1d_weight(), self.cp.get_conv1d_bias()
+            split = inner, states, states
+            x, B, C = causal_conv1d(xbc.transpose(0, 1), weight, bias, cu_seqlens=documents, split=split)
+            y: Any = mamba_chunk_scan(
+                x.unflatten(-1, (heads, -1)),
+                dt.transpose(0, 1),
+                -self.A_log.float().exp(),
+                B.unflatten(-1, (self.ngroups_local_tp, -1)),
+                C.unflatten(-1, (self.ngroups_local_tp, -1)),
+                D=self.D,
+                dt_bias=self.dt_bias,
+                dt_softplus=True,
+                cu_seqlens=documents,
+            )
+            norm = {"eps": self.norm.eps, "group_size": self.norm.group_size, "norm_before_gate": False}
+            return self.out_proj(y.flatten(2).transpose(0, 1), gate, self.norm.weight, **norm)
+
+    return FusedMambaMixer
 
 
 def _why_left(out_proj: Any, width: int, cp_size: int) -> str | None:

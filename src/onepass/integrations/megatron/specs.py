@@ -14,7 +14,7 @@ from torch import Tensor
 from onepass.integrations.megatron.attention import core_attention, fused_qkv_self_attention
 from onepass.integrations.megatron.experts import with_grouped_experts
 from onepass.integrations.megatron.fusions import get_bias_dropout_add
-from onepass.integrations.megatron.mixers import fused_gated_delta_net, gated_norm_row_parallel_linear
+from onepass.integrations.megatron.mixers import fused_gated_delta_net, fused_mamba_mixer, gated_norm_row_parallel_linear
 from onepass.integrations.megatron.mlp import activation_mlp, activation_row_parallel_linear, fused_activation
 from onepass.integrations.megatron.norms import MegatronHeadNorm, MegatronNorm, ResidualNorm
 from onepass.ops.norm.norm_linear import norm_linear
@@ -140,26 +140,26 @@ _WHY_NONE = {  # HybridStackSubmodules' layers that onepass doesn't build
 
 
 def hybrid_stack_spec(config: Any) -> Any:
-    """Return a HybridModel's stack: attention (*), gated delta net (G), MLP (-) and MoE (E) layers, and Megatron's own Mamba (M)
-    with its norm inside of the product after it. Others raise where the model builds them."""
+    """Return a HybridModel's stack: attention (*), Mamba (M), gated delta net (G), MLP (-) and MoE (E) layers. Others raise where
+    the model builds them."""
     block, layer, ssm = _modules("models.hybrid.hybrid_block", "transformer.transformer_layer", "ssm.mlp_layer")
     mamba, mixer, gdn = _modules("ssm.mamba_layer", "ssm.mamba_mixer", "ssm.gated_delta_net")
     _identity, spec = _identity_and_spec()
     _refuse(config)
     backend, dense = spec_provider()(), {"mlp_bda": get_bias_dropout_add}
-    in_proj, out_proj = backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear()
+    in_proj, out_proj = backend.column_parallel_layer_norm_linear(), gated_norm_row_parallel_linear()
 
     def mixes(mixing: Any) -> Any:
         submodules = layer.TransformerLayerSubmodules(self_attention=mixing, self_attn_bda=get_bias_dropout_add)
         return spec(module=layer.TransformerLayer, submodules=submodules)
 
     scan = mixer.MambaMixerSubmodules(in_proj=in_proj, out_proj=out_proj)
-    delta = gdn.GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=MegatronHeadNorm, out_proj=gated_norm_row_parallel_linear())
+    delta = gdn.GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=MegatronHeadNorm, out_proj=out_proj)
     layers = {
         "mamba_layer": spec(
             module=mamba.MambaLayer,
             submodules=mamba.MambaLayerSubmodules(
-                mixer=spec(module=mixer.MambaMixer, submodules=scan), mamba_bda=get_bias_dropout_add
+                mixer=spec(module=fused_mamba_mixer(), submodules=scan), mamba_bda=get_bias_dropout_add
             ),
         ),
         "gdn_layer": mixes(spec(module=fused_gated_delta_net(), submodules=delta)),
