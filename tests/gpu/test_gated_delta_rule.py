@@ -1,5 +1,7 @@
 """gated_delta_rule by the wheels that are installed, on a GPU."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from ops.calls import equal, gradients, relative
@@ -56,6 +58,19 @@ def test_calls_are_bitwise_equal_and_compile(wheel, case):
     assert all(equal(first, gradients(call(wheel, case), tensors)) for _ in range(20))
     torch._dynamo.reset()
     assert equal(first, gradients(torch.compile(call(wheel, case), fullgraph=True), tensors))
+
+
+def test_documents_are_as_they_are_alone(wheel):
+    case = CASES[2]
+    tensors = taken(wheel, case)
+    y, final = call(wheel, case)(*tensors)
+    for document, (first, end) in enumerate(pairwise((0, *case.ends))):
+        state, own = tensors[5][document : document + 1], [t[:, first:end] for t in tensors[:5]]
+        if first == end:
+            assert torch.equal(final[document], state[0])
+        else:
+            alone = onepass.gated_delta_rule(*own, initial_state=state, output_final_state=True, backend=wheel)
+            assert equal((y[:, first:end], final[document : document + 1]), alone)
 
 
 def test_wrong_boundaries_make_nan(wheel):

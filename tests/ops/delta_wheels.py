@@ -69,14 +69,19 @@ class Wheels:
 
     def qla_forward(self, *, auto_cp, is_train, **given):
         assert not auto_cp and is_train
-        self.called.append("flash_qla")
+        self._qla(given)
         sums, y, system, final = _forward(**given)
         return sums, system, y, None, final, None
 
     def qla_backward(self, *, auto_cp, **given):
         assert not auto_cp
-        self.called.append("flash_qla")
+        self._qla(given)
         return _backward(**given)
+
+    def _qla(self, given):
+        ends = given["cu_seqlens"]
+        assert ends is None or (ends.is_contiguous() and (ends.diff() > 0).all())  # FlashQLA is wrong where one has no tokens
+        self.called.append("flash_qla")
 
 
 @contextlib.contextmanager

@@ -85,7 +85,8 @@ def small_tiles(module, small: bool = True):
     kernels = module.rotate.__globals__  # a mutant's kernels can't be imported
     backward = module.normed_rope.__globals__["rotate_back"].__globals__
     caches = kernels["rope_tiles"], kernels["_plan"], kernels["_bind"], backward["_backward_plan"], backward["_bind_backward"]
-    few = {"_RESIDENT": 7} if small and DEVICE == "cpu" else {}
+    shares = backward["_shares"]
+    few = {"_shares": lambda *shape: shares(*shape)._replace(resident=7)} if small and DEVICE == "cpu" else {}
     with replaced(kernels, caches, **({"_VALUES": 64} if small else {})), replaced(backward, **few):
         yield
 

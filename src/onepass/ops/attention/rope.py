@@ -174,7 +174,7 @@ def _variant(call: Call) -> str:
     description = rope_variant(q, k, call.cos, call.sin, call.interleaved)
     if call.q_weight is None:
         return f"{description}; backward the same, rotating back; keeps cos and sin"
-    return f"{description}, normalised first; {backward_variant(q, k, call.cos)}; keeps q, k, cos and sin"
+    return f"{description}, normalised first; {backward_variant(q, k, call.cos, call.interleaved)}; keeps q, k, cos and sin"
 
 
 def rope(

@@ -43,7 +43,7 @@ from onepass.ops.attention.rope_kernels import (
 from onepass.runtime.sizes import ceil_div, power_of_two, processors, shared_memory
 
 _WARPS = 8  # 16 elements of a tile a thread
-_RESIDENT = 2  # programs a multiprocessor
+_NARROW = 128  # columns of a head
 
 # ---- the kernel ----
 
@@ -167,13 +167,22 @@ def _rope_norm_backward_kernel(
 # ---- tiles ----
 
 
-def _share(D: int, P: int) -> int:
-    """How many tiles there are to a tile of forward's: lanes without an element, and what lies past the pairs, take registers."""
-    return 4 if D != 2 * P else 1 if power_of_two(P) == P else 2
+class _Shares(NamedTuple):
+    """How many tiles there are to a tile of forward's, and how many programs a multiprocessor has."""
+
+    share: int
+    resident: int
 
 
-def _tiles(H: int, D: int, P: int) -> RopeTiles:
-    return rope_tiles(H, 0, D, P, _share(D, P))
+def _shares(D: int, P: int, interleaved: bool) -> _Shares:
+    """Lanes without an element, and what lies past the pairs, take registers."""
+    if D != 2 * P:
+        return _Shares(1, 3) if D > _NARROW and not interleaved else _Shares(4, 2)
+    return _Shares(1 if power_of_two(P) == P else 2, 2)
+
+
+def _tiles(H: int, D: int, P: int, interleaved: bool) -> RopeTiles:
+    return rope_tiles(H, 0, D, P, _shares(D, P, interleaved).share)
 
 
 class _BackwardPlan(NamedTuple):
@@ -182,6 +191,7 @@ class _BackwardPlan(NamedTuple):
     S: int
     q_tiles: int
     k_tiles: int
+    resident: int  # programs a multiprocessor
 
 
 @lru_cache(4096)
@@ -198,21 +208,22 @@ def _backward_plan(
         return None
     HQ, HK = (0 if x is None else x[0][-2] for x in (heads[1], heads[4]))
     D, P = next(x[0][-1] for x in heads if x is not None), cos[0][-1]
-    of_q, of_k = (_tiles(H or 1, D, P) for H in (HQ, HK))
+    of_q, of_k = (_tiles(H or 1, D, P, interleaved) for H in (HQ, HK))
+    share, resident = _shares(D, P, interleaved)
     values = (2 * of_q.block_p + of_q.block_r) * max(of_q.block_s * of_q.block_hq, of_k.block_s * of_k.block_hq)
     stage = 2 * values * size + 8 * of_q.block_p * max(of_q.block_s, of_k.block_s)
-    stages = max(1, min(2 + _share(D, P), 1 + (shared_memory(device) - 16384) // _RESIDENT // stage))
+    stages = max(1, min(2 + share, 1 + (shared_memory(device) - 16384) // resident // stage))
     fixed = HQ, HK, D, P, interleaved, centered, add, *layout.aligns
     blocks = of_q.block_s, of_q.block_hq, of_k.block_s, of_k.block_hq, of_q.block_p, of_q.block_r
-    launch = _bind_backward((*layout.tables, *layout.flat), eps, *fixed, *blocks, stages)
-    across = [layout.M * ceil_div(layout.S, t.block_s) * ceil_div(H, t.block_hq) for t, H in ((of_q, HQ), (of_k, HK))]
-    return _BackwardPlan(launch, layout.M, layout.S, *across)
+    launch = _bind_backward((*layout.tables, *layout.flat), resident, eps, *fixed, *blocks, stages)
+    q_tiles, k_tiles = (layout.M * ceil_div(layout.S, t.block_s) * ceil_div(H, t.block_hq) for t, H in ((of_q, HQ), (of_k, HK)))
+    return _BackwardPlan(launch, layout.M, layout.S, q_tiles, k_tiles, resident)
 
 
 @lru_cache(1024)
-def _bind_backward(strides: tuple[int, ...], *fixed: Any) -> Bound:
+def _bind_backward(strides: tuple[int, ...], resident: int, *fixed: Any) -> Bound:
     share = 512 * _WARPS // 32, 32  # of the last sums: 16 values a thread
-    bound: Bound = _rope_norm_backward_kernel.bind(*strides, *fixed, *share, num_warps=_WARPS, resident=_RESIDENT)
+    bound: Bound = _rope_norm_backward_kernel.bind(*strides, *fixed, *share, num_warps=_WARPS, resident=resident)
     return bound
 
 
@@ -225,11 +236,13 @@ def _programs(q_tiles: int, k_tiles: int, most: int) -> tuple[int, int]:
     return most, min(max(with_q, bool(q_tiles)), most - bool(k_tiles))
 
 
-def backward_variant(q: Tensor | None, k: Tensor | None, cos: Tensor) -> str:
+def backward_variant(q: Tensor | None, k: Tensor | None, cos: Tensor, interleaved: bool) -> str:
     """Which tiles backward has."""
-    tiles = [(name, _tiles(x.shape[-2], x.shape[-1], cos.shape[-1])) for name, x in (("q", q), ("k", k)) if x is not None]
+    named, P = [(name, x.shape[-2:]) for name, x in (("q", q), ("k", k)) if x is not None], cos.shape[-1]
+    tiles = [(name, _tiles(H, D, P, interleaved)) for name, (H, D) in named]
     each = " or ".join(f"{t.block_s} x {t.block_hq} of {name}'s" for name, t in tiles)
-    return f"backward in one kernel, {each} tokens x heads at a time, {_RESIDENT} programs a multiprocessor"
+    resident = _shares(named[0][1][-1], P, interleaved).resident
+    return f"backward in one kernel, {each} tokens x heads at a time, {resident} programs a multiprocessor"
 
 
 # ---- calls ----
@@ -288,7 +301,7 @@ def rotate_back(
             break
         copies, cos, sin = readable((*operands[0][:2], *operands[1][:2]), cos, sin)
         operands = [(*copies[:2], operands[0][2]), (*copies[2:], operands[1][2])]
-    programs, first = _programs(plan.q_tiles, plan.k_tiles, _RESIDENT * processors(cos.device))
+    programs, first = _programs(plan.q_tiles, plan.k_tiles, plan.resident * processors(cos.device))
     partial = arrived = None
     if dq_weight is not None or dk_weight is not None:
         partial, arrived = (stream_scratch if keep_scratch else new_scratch)(programs * norm.q_weight.numel(), 2, cos.device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onepass.kernels.fla import has_wrong_triton
 from onepass.kernels.language import triton
-from onepass.runtime.documents import readable_boundaries
+from onepass.runtime.documents import are_right, readable_boundaries
 from onepass.runtime.errors import version_of
 from onepass.runtime.sizes import compute_capability
 from onepass.runtime.wheels import Wheel, constant, find_functions
@@ -142,8 +142,6 @@ def qla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
     K, V = inputs.k.shape[-1], inputs.v.shape[-1]
     if K != _QLA_HEADS or V != _QLA_HEADS:
         return f"heads of {K} and {V} are not FlashQLA's {_QLA_HEADS}"
-    if inputs.cu_seqlens is not None:
-        return "FlashQLA's results of documents were wrong: 0.1.3 on an H200, lengths of 1, 64, 0, 135 and 133 with states"
     capability = compute_capability(inputs.q.device)
     if capability not in _QLA_GPUS:
         is_ = ".".join(map(str, capability))
@@ -163,23 +161,52 @@ def wheel_title(name: str) -> str:
 # ---- calls ----
 
 
+class _Documents(NamedTuple):
+    """What a wheel is told of documents. FlashQLA computes nonsense for those after one without tokens, so none is told of."""
+
+    boundaries: Tensor | None
+    told: Tensor | None = None  # int64: which documents the boundaries have; None: all
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | None, tokens: int, wheel: str) -> _Documents:
+        boundaries = None if cu_seqlens is None else readable_boundaries(cu_seqlens, tokens)[0]
+        if boundaries is None or wheel == "fla":
+            return cls(boundaries)
+        told = boundaries.diff().nonzero().squeeze(1)
+        return cls(torch.cat([boundaries[:1], boundaries[1:].index_select(0, told)]), told)
+
+    def take(self, states: Tensor | None) -> Tensor | None:
+        states = None if states is None else states.float()
+        return states if states is None or self.told is None else states.index_select(0, self.told)
+
+    def put(self, found: Tensor, unmoved: Tensor | None, like: Tensor) -> Tensor:
+        """Return what was found, and where a document was not told of, `unmoved`'s or zeros. like: [documents + 1]."""
+        if self.told is None:
+            return found
+        if unmoved is None:
+            unmoved = found.new_zeros(like.shape[0] - 1, *found.shape[1:])
+        return unmoved.to(found.dtype).index_copy(0, self.told, found)
+
+
 def wheel_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return y, final states, g's sums and the systems' inverses."""
     q, k, v, g, beta, state = (None if t is None else t.contiguous() for t in inputs[:6])
     assert q is not None and g is not None
-    g, boundaries = g.float(), None
-    if inputs.cu_seqlens is not None:
-        boundaries, right = readable_boundaries(inputs.cu_seqlens, q.shape[1])
-        g = g + torch.where(right, 0.0, torch.nan)
+    g, cu_seqlens = g.float(), inputs.cu_seqlens
+    if cu_seqlens is not None:
+        g = g + torch.where(are_right(cu_seqlens, q.shape[1]), 0.0, torch.nan)
+    documents = _Documents.of(cu_seqlens, q.shape[1], options.wheel)
     given: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": options.scale,
-        "initial_state": None if state is None else state.float(), "output_final_state": options.final, "cu_seqlens": boundaries,
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": options.scale, "initial_state": documents.take(state),
+        "output_final_state": options.final, "cu_seqlens": documents.boundaries,
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if options.wheel == "fla":
-            sums, y, system, final, *_ = _functions("fla")[0](**given, **_fla_chunks(boundaries))
+            sums, y, system, final, *_ = _functions("fla")[0](**given, **_fla_chunks(documents.boundaries))
         else:
             sums, system, y, _, final, _ = _functions("flash_qla")[0](**given, auto_cp=False, is_train=True)
+    if options.final and cu_seqlens is not None:
+        final = documents.put(final, state, cu_seqlens)
     return y.to(q.dtype), final if options.final else None, sums, system
 
 
@@ -187,17 +214,21 @@ def wheel_backward(kept: DeltaKept, options: DeltaOptions, need_dstate: bool) ->
     """Return the gradients of q, k, v, g, beta and the initial states."""
     dy, dfinal, q, k, v, sums, beta, system, state = (None if t is None else t.contiguous() for t in kept[:9])
     assert q is not None and k is not None and v is not None and sums is not None and beta is not None
-    boundaries = None if kept.cu_seqlens is None else readable_boundaries(kept.cu_seqlens, q.shape[1])[0]
+    documents = _Documents.of(kept.cu_seqlens, q.shape[1], options.wheel)
     given: dict[str, Any] = {
         "q": q, "k": k, "v": v, "g": sums, "beta": beta, "A": system, "scale": options.scale,
-        "initial_state": None if state is None else state.float(), "do": dy, "dht": dfinal, "cu_seqlens": boundaries,
+        "initial_state": documents.take(state), "do": dy, "dht": documents.take(dfinal), "cu_seqlens": documents.boundaries,
     }  # fmt: skip
     with torch.cuda.device_of(q):
         if options.wheel == "fla":
-            dq, dk, dv, dbeta, dg, dstate, *_ = _functions("fla")[1](**given, **_fla_chunks(boundaries))
+            dq, dk, dv, dbeta, dg, dstate, *_ = _functions("fla")[1](**given, **_fla_chunks(documents.boundaries))
         else:
             dq, dk, dv, dbeta, dg, dstate = _functions("flash_qla")[1](**given, auto_cp=False)
-    dstate = dstate.to(state.dtype) if need_dstate and state is not None else None
+    if not need_dstate or state is None:
+        dstate = None
+    elif kept.cu_seqlens is not None:
+        dstate = documents.put(dstate, dfinal, kept.cu_seqlens)
+    dstate = None if dstate is None else dstate.to(state.dtype)  # type: ignore[union-attr]
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.float(), dbeta.to(beta.dtype), dstate
 
 
