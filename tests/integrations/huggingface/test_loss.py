@@ -286,7 +286,10 @@ def test_undo(family):
 def test_a_pickled_model_makes_its_loss_as_before(tmp_path):
     model, before, _ = replaced()
     torch.save(model, tmp_path / "model.pt")
-    agree(torch.load(tmp_path / "model.pt", weights_only=False), before, fused=False)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    agree(loaded, before)
+    assert loaded.forward.__self__ is loaded and loaded.forward != model.forward
+    assert inspect.signature(loaded.forward) == inspect.signature(before.forward)
 
 
 @pytest.mark.slow

@@ -74,6 +74,20 @@ def test_each_document_trains_as_it_does_alone(family, rows, names):
     assert_apart(family, BATCHES[rows], names)
 
 
+@pytest.mark.parametrize("family", ("Qwen3_5Text", "NemotronH"))
+def test_a_model_that_is_loaded_trains_as_before(family, tmp_path):
+    """Without a cache, which the model's code would make of every token."""
+    model = made(family)
+    before, _ = copy.deepcopy(model), huggingface.apply(model)
+    given, documents = packed(BATCHES["one row"], "position_ids")
+    torch.save(model, tmp_path / "model.pt")
+    for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        other(**given)
+        outputs = other(**batch())
+        assert outputs.logits.numel() == 0 and outputs.get("past_key_values") is outputs.get("cache") is None
+        assert_alike(step(other, **given), alone(before, documents), 1e-4)
+
+
 def test_layers_without_any_attention():
     assert_apart("GraniteMoeHybrid", BATCHES["rows"], ("position_ids",), layer_types=["mamba", "mamba"])
 

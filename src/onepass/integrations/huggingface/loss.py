@@ -19,7 +19,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -184,8 +183,7 @@ def _set(model: Any, head: Any, code: LossCode, snapshot: Snapshot, patches: Pat
     shared = _HeadState(head, code, names.index("labels"), _takes_caches(model), known, model.loss_function, snapshot)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
-    forward = MethodType(_forward_like(type(model).forward), model)  # accelerate looks for a method
-    patches.set(model, "forward", forward, inert=True)
+    patches.set(model, "forward", _Forward(model), inert=True)
     patches.set(model, "_loss_function", functools.partial(_loss_function, model))
 
 
@@ -197,6 +195,30 @@ def _takes_caches(model: Any) -> bool:
 
 
 # ---- a call ----
+
+
+class _Forward:
+    """The model's forward: a method, as accelerate looks for one, but a pickled method would be the class's own when loaded."""
+
+    def __init__(self, model: Any) -> None:  # one that is being loaded or copied has nothing yet but its class
+        self.__self__ = model
+        self.__func__ = _forward_like(type(model).forward)
+        signature = inspect.signature(self.__func__)
+        self.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+        self.__name__, self.__doc__ = self.__func__.__name__, self.__func__.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        """Accelerate restores a method of the function."""
+        return getattr(other, "__self__", None) is self.__self__ and getattr(other, "__func__", None) is self.__func__
+
+    def __hash__(self) -> int:
+        return id(self.__func__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Forward, (self.__self__,)
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
