@@ -328,6 +328,22 @@ def test_what_layers_are_given():
     assert_alike(step(model, **batch()), step(before, **batch()))
 
 
+def beside_one_norm(s, x, scale):
+    n = s.norm(x)
+    return x + s.mix(n, scale=scale) + s.mlp(n)
+
+
+@pytest.mark.parametrize(("formula", "why"), [(beside_one_norm, "several layers read one's result"), (twice, None)])
+def test_why_a_norm_that_several_layers_read_stays_apart(formula, why):
+    layer = layer_of(formula)
+    del layer.norm_2
+    layer.norm_2 = nn.LayerNorm(16) if why is None else nn.Identity()
+    model = nn.Sequential(layer)
+    model.layers = nn.ModuleList([layer])
+    (row,) = (row for row in huggingface.apply(model).rows if row.kind == "Layer")
+    assert row.why == why or why in row.why
+
+
 class Output(nn.Module):
     def __init__(self):
         super().__init__()

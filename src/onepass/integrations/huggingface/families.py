@@ -174,6 +174,7 @@ _SHORTER = {
     "documents for padded masks": "documents of padded batches",
     "its norms stay apart: what it makes of its children is not known": "its formula is not known",
     "its norms stay apart: none is of a sum, or before one layer that takes it in": "nothing of it joins its norms",
+    "its norms stay apart: several layers read one's result, which is computed and kept once": "several layers read its norm",
     "not all of its layers pass a mask on to an attention that is causal": "its masks, as not all layers are attention's",
     "what its input goes to are not just linear layers": "q, k and v are not just linear layers of its input",
 }

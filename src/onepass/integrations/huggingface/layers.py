@@ -68,6 +68,7 @@ class LayerMatch:
 
 _NOT_KNOWN = "its norms stay apart: what it makes of its children is not known"
 _NOTHING_JOINED = "its norms stay apart: none is of a sum, or before one layer that takes it in"
+_SHARED = "its norms stay apart: several layers read one's result, which is computed and kept once"
 
 
 def find_layer(
@@ -92,7 +93,10 @@ def find_layer(
     }
     program = joined(found.program, own_norms, takers)
     if not any(isinstance(step, JoinedNorm | FoldedCall) for step in program.steps):
-        return _NOTHING_JOINED
+        steps = found.program.steps
+        results = [step.results[0][1] for step in steps if _is_norm(step, own_norms)]
+        shared = any(sum(step.reads.count(y) for step in steps) > 1 for y in results)
+        return _SHARED if shared else _NOTHING_JOINED
     return LayerMatch(module, program, found.arguments)
 
 
