@@ -255,12 +255,14 @@ BIAS, LAYER, MULTIPLY = (
     (expert_bias, "_ExpertBias.backward"), (grouped, "_GroupedLinear.backward"), (grouped, "_forward")
 )  # fmt: skip
 MUTANTS = {
-    "down's bias without its weight": (module, "_run", 'routes.ends, by_row, "down_bias"', 'routes.ends, None, "down_bias"'),
+    "down's bias without its weight": (module, "_run", "cast(weights, y.dtype), chosen,", "torch.ones_like(weights), chosen,"),
     "up's adapter for down": (module, "_run", "how._replace(lora=of_down", "how._replace(lora=of_up"),
     "no shared expert": (module, "_run", "routes, start, written", "routes, None, written"),
     "no weights": (module, "_run", "_options(given), by_row,", "_options(given), None,"),
     "halves for pairs": (module, "_options", 'interleaved=given["interleaved"]', "interleaved=False"),
     "a bias's gradient without the weight": (*BIAS, "lora_gradient(factors,", "lora_gradient(factors.sign(),"),
+    "a bias of tokens, its gradient as of rows": (*BIAS, "None, ends is not None, NO", "None, True, NO"),
+    "a bias of the first experts": (expert_bias, "add_weighted_bias", "chosen[:, j, None] ==", "chosen[:, :1] =="),
     "no gradient of weights by a bias": (*BIAS, "if column is not None", "if False"),
     "a transposed weight's gradient as of others": (*LAYER, "if product.transposed else (dy, rows)", "if False else (dy, rows)"),
     "x's gradient without LoRA": (*LAYER, "if u is not None:", "if False:"),

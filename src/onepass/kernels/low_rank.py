@@ -156,7 +156,7 @@ def _expand_kernel(
                 t = tl.load(t_ptr + rows[:, None] * R + r[None, :], mask=(rows < M)[:, None] & (r < R)[None, :], other=0.0)
                 at = w_ptr + e * W_E + c[None, :] * W_C + r[:, None] * W_R
                 w = tl.load(at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
-                own = tl.dot(t, w, own, input_precision="ieee")
+                own = t.to(tl.float32) * w.to(tl.float32) if BLOCK_R == 1 else tl.dot(t, w, own, input_precision="ieee")
             y = own if ends_ptr is None else tl.where((documents == e)[:, None], own, y)
         if threshold is not None:
             y = apply_dropout(y, seed, rows + FIRST, left, threshold, scale, BLOCK_C)
@@ -248,6 +248,8 @@ def _expand_plan(C: int, R: int, strides: Sizes, threshold: int, groups: Sizes, 
     E, block_e = groups
     several = bool(E and not threshold and not wide and C % 16 == 0)  # blocks: of others registers have no room
     block_m, block_c, block_r = (32, 64, _LEAST) if wide else (64, 64 if several else 128, _rank_block(R, 64))
+    if R == 1 and not wide:
+        block_m, block_r = 32, 1
     blocks = _EXPAND_BLOCKS if several else 1
     tile = known_align(C, start_row), block_e, block_m, block_c, block_r, blocks
     sizes = C, R, *of_w, start_row, E, *probability(threshold)

@@ -43,6 +43,7 @@ def covering_calls() -> Iterator[CoveringCall]:
         yield _low_rank_call(width, rank, 0, dtype, RowDropout(THRESHOLD, SEED))
         yield _low_rank_call(width, rank, 8, dtype, RowDropout(THRESHOLD))
     yield _low_rank_call(4096, 16, 8, torch.float16)
+    yield _low_rank_call(5760, 1, 32, bf16)
     for tokens, experts, k, width, dtype in (
         (16384, 128, 8, 2048, bf16), (16384, 8, 2, 4096, bf16), (4096, 384, 6, 7168, bf16), (777, 5, 1, 33, torch.float16),
         (16384, 32, 4, 2880, fp32),

@@ -1,6 +1,9 @@
-"""A bias for each expert, added to rows that are sorted by expert: y + t * bias[e], where t is a number a row, or 1.
+"""A bias for each expert: added to rows that are sorted by expert, or weighted and added to tokens.
 
-The products with one column are those of an adapter of rank 1 (kernels/low_rank.py), of which an expert is the document.
+Rows     y + t * bias[e], where t is a number a row, or 1: an adapter of rank 1 (kernels/low_rank.py), of which an expert is the
+         document. A pass over all rows.
+Tokens   y + mix @ bias, where mix [T, E] has a token's weights: an adapter whose rank is the number of experts. A pass over 1 / k
+         of the numbers, which nothing but a sum over each token's rows may follow.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ from onepass.runtime.dispatch import cast, not_twice_differentiable
 class _ExpertBias(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, bias: Tensor, ends: Tensor, t: Tensor | None, name: str, written: WrittenNames | None
+        ctx: Any, y: Tensor | None, bias: Tensor, ends: Tensor | None, t: Tensor, name: str, written: WrittenNames | None
     ) -> Tensor:  # fmt: skip
-        column = cast(bias, y.dtype).unsqueeze(-1)
-        factors = y.new_ones(y.shape[0], 1) if t is None else cast(t, y.dtype).unsqueeze(-1)
-        needs = ctx.needs_input_grad
+        """t: [M], or without ends [T, E] of the result's type."""
+        dtype = t.dtype if y is None else y.dtype
+        of_rows, needs = ends is not None, ctx.needs_input_grad
+        column = cast(bias, dtype).unsqueeze(-1) if of_rows else cast(bias, dtype).mT
+        factors = cast(t, dtype).unsqueeze(-1) if of_rows else t
         ctx.name, ctx.written = name, written
-        ctx.bias, ctx.t_type = bias, None if t is None else t.dtype
+        ctx.bias, ctx.t_type = bias, t.dtype
         ctx.main_grads = main_grads_of(needs[1:2], bias)
         ctx.save_for_backward(factors, ends, column if needs[3] else None)
         return lora_expand(factors, column, y, ends, None, NO_DROPOUT)  # type: ignore[no-any-return]
@@ -37,9 +42,11 @@ class _ExpertBias(torch.autograd.Function):
         factors, ends, column = ctx.saved_tensors
         request, sums, dbias, dt = grad_requests(ctx, 2)[1], None, None, None
         if request is not GradRequest.SKIP:
-            sums = lora_gradient(factors, dy, ends, None, True, NO_DROPOUT).squeeze(-1)
+            sums = lora_gradient(factors, dy, ends, None, ends is not None, NO_DROPOUT)
+            sums = sums if ends is None else sums.squeeze(-1)
         if column is not None:
-            dt = cast(lora_shrink(dy, column, ends, None, None, 1.0, NO_DROPOUT).squeeze(-1), ctx.t_type)
+            dt = lora_shrink(dy, column, ends, None, None, 1.0, NO_DROPOUT)
+            dt = cast(dt if ends is None else dt.squeeze(-1), ctx.t_type)
         if sums is not None:
             dbias = vector_gradient(sums, ctx.bias, ctx.main_grads[0], request)
             note_written(ctx.written, ctx.name, ctx.main_grads[0], request)
@@ -55,5 +62,20 @@ def add_expert_bias(
     """
     if bias is None:
         return y
-    added: Tensor = _ExpertBias.apply(y, bias, ends, t, name, written)
+    added: Tensor = _ExpertBias.apply(y, bias, ends, y.new_ones(y.shape[0]) if t is None else t, name, written)
+    return added
+
+
+def add_weighted_bias(
+    y: Tensor | None, bias: Tensor | None, weights: Tensor, chosen: Tensor, name: str, written: WrittenNames | None
+) -> Tensor | None:  # fmt: skip
+    """Return y [T, N], or zeros, and the biases [E, N] of each token's experts, chosen [T, k], times their weights [T, k].
+
+    An expert that isn't there adds nothing. `weights` have the result's type.
+    """
+    if bias is None:
+        return y
+    experts = torch.arange(bias.shape[0], device=chosen.device)
+    mix = sum(torch.where(chosen[:, j, None] == experts, weights[:, j, None], 0) for j in range(chosen.shape[1]))
+    added: Tensor = _ExpertBias.apply(y, bias, None, mix, name, written)
     return added

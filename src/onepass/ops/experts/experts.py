@@ -11,7 +11,8 @@ Products PyTorch's grouped ones on GPUs in bf16, or QuACK's (kernels/quack_produ
          for a GPU. The weights' gradients are rounded once before they are added to main_grad, but QuACK adds as it stores.
 LoRA     of an expert is that of its rows (product/grouped.py). Nothing of the weights' size is made.
 Bytes    of M rows: x's gathered twice, up's result written and read three times, the activation's written twice and read twice,
-         down's written and read, and as much again of gradients; a bias reads and writes its rows once more.
+         down's written and read, and as much again of gradients; up's bias reads and writes its rows once more, down's 1 / k of
+         them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula, check_options
 from onepass.ops.activation.grouped import multiply_activated_rows
 from onepass.ops.activation.kernels import activation_unsupported
-from onepass.ops.experts.expert_bias import add_expert_bias
+from onepass.ops.experts.expert_bias import add_expert_bias, add_weighted_bias
 from onepass.ops.linear.grouped import gathered_grouped_linear
 from onepass.ops.linear.routing import gather_tokens, sort_rows
 from onepass.product.grouped import GroupedOptions
@@ -269,10 +270,8 @@ def _run(
     def rows_of(x: Tensor, by_row: Tensor) -> Tensor:
         h = gathered_grouped_linear(x, up, routes, how)
         h = add_expert_bias(h, given["up_bias"], routes.ends, None, "up_bias", written)
-        y = multiply_activated_rows(
-            h, down, routes.ends, _options(given), by_row, how._replace(lora=of_down, name="down"), backend=backend
-        )
-        return add_expert_bias(y, given["down_bias"], routes.ends, by_row, "down_bias", written)
+        of_rows = how._replace(lora=of_down, name="down")
+        return multiply_activated_rows(h, down, routes.ends, _options(given), by_row, of_rows, backend=backend)
 
     x = cast(x, product_type(x))
     if given["recompute"] and torch.is_grad_enabled():
@@ -280,6 +279,7 @@ def _run(
     else:
         y = rows_of(x, routes.weights)
     start = None if shared is None else cast(shared, y.dtype)
+    start = add_weighted_bias(start, given["down_bias"], cast(weights, y.dtype), chosen, "down_bias", written)
     return gather_tokens(y, routes, start, written)
 
 
