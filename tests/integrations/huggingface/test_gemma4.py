@@ -76,9 +76,9 @@ def test_only_layers_with_windows_need_kernels_for_whole_rows(monkeypatch):
     seen = []
     monkeypatch.setattr(masks, "choose", lambda *_: "triton")
     monkeypatch.setattr(masks, "attention_unsupported", lambda qkv, *_: seen.append(qkv.shape[-1] // 3))
-    stack._check_kernels(12, None)
+    stack._check_kernels(1, 12, None)
     assert seen == [16, 16]
-    stack._check_kernels(12, torch.tensor([0, 12], dtype=torch.int32))
+    stack._check_kernels(1, 12, torch.tensor([0, 12], dtype=torch.int32))
     assert seen == [16, 16, 16, 32, 16, 32]
 
 
@@ -133,7 +133,7 @@ MUTANTS = {
     "keys for values": (attention_trials, "FusedAttention.arranged", "k if self.shares else values[0]", "k"),
     "shared states not looked for": (attention_trials, "_as_attention", "shared=_Unshared()", "shared=None"),
     "windows forgotten": (interfaces, "Interfaces.get_interface", "window=window", "window=None"),
-    "sines for cosines": (rotation, "_function_of_one", "how.tables(cos, sin)", "how.tables(sin, cos)"),
+    "sines for cosines": (rotation, "_function_of_one", "how.tables((cos, sin))", "how.tables((sin, cos))"),
 }  # fmt: skip
 
 

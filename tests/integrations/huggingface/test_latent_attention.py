@@ -200,7 +200,7 @@ MUTANTS = {
     "documents not told": (latent_trials, "FusedLatent.attend", "cu_seqlens=documents,", "cu_seqlens=None,"),
     "pairs of halves": (latent_trials, "FusedLatent.attend", "self.rotation.interleaved", "False"),
     "any rotation": (latent_trials, "_is_all", "all(close(each, expected, 1e-6) for each in results)", "True"),
-    "sines for cosines": (rotation, "Rotation.tables", "given[0].real, given[0].imag", "given[0].imag, given[0].real"),
+    "sines for cosines": (rotation, "Rotation.tables", "given.real, given.imag", "given.imag, given.real"),
     "norms in the other order": (
         latent_trials,
         "_candidates",

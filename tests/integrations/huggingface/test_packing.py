@@ -17,10 +17,10 @@ from onepass.integrations.huggingface.masks import Stack  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*position_ids begin again within a row:UserWarning")  # test_masks.py has it
 PACKED = [  # whose masks onepass makes
-    *sorted(set(FAMILIES) - {"GPT2", "OPT"}), "Ernie4_5_Moe", "Glm4", "Ministral3", "MiniMaxM2", "Olmo3", "SmolLM3",
+    *sorted(set(FAMILIES) - {"GPT2", "OPT"}), "Ernie4_5_Moe", "Glm4", "Llama4Text", "Ministral3", "MiniMaxM2", "Olmo3", "SmolLM3",
 ]  # fmt: skip
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}  # Qwen 2's second layer
-NAMED = ("Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "GptOss")
+NAMED = ("Llama", "Qwen3", "Mistral", "Ministral3", "Gemma2", "Gemma3Text", "GptOss")
 LENGTHS = (7, 5, 1, 11)
 
 
@@ -108,7 +108,7 @@ def test_windows_of_some_layers(kind, markers):
     model, before, applied = both("Qwen2", **SLIDING)
     assert_alike(step(model, **BATCHES[kind]), step(before, **BATCHES[kind]))
     assert markers != [None] and "windows of 4" in str(applied)
-    assert [layer.self_attn._onepass.window for layer in model.model.layers] == [None, 4]
+    assert [layer.self_attn._onepass.reach.window for layer in model.model.layers] == [None, 4]
 
 
 @by_pytorch
@@ -195,12 +195,12 @@ MUTANTS = {
     "a window of one more": (
         "Mistral",
         "packed",
-        lambda patch, model: [setattr(layer.self_attn._onepass, "window", 6) for layer in model.model.layers],
+        lambda patch, model: [setattr(layer.self_attn._onepass, "reach", interfaces.KeyRange(6)) for layer in model.model.layers],
     ),
     "a window of one more, by the module's code": (
         "Gemma3Text",
         "packed",
-        lambda patch, model: [setattr(layer.self_attn._onepass, "window", 6) for layer in model.model.layers],
+        lambda patch, model: [setattr(layer.self_attn._onepass, "reach", interfaces.KeyRange(6)) for layer in model.model.layers],
     ),
     "no cap": ("Gemma2", "right", lambda patch, model: [uncap(layer.self_attn._onepass) for layer in model.model.layers]),
     "no sinks, by the module's code": ("GptOss", "right", lambda patch, model: patch(interfaces, "attention", _without("sinks"))),

@@ -3,7 +3,6 @@ interface, and whether `onepass.attention` is all that it does."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from onepass.integrations.huggingface.interfaces import INTERFACES, InterfaceCall, find_interface
+from onepass.integrations.huggingface.interfaces import INTERFACES, InterfaceCall, InterfaceRecorder, find_interface
 from onepass.integrations.huggingface.linear_layers import base_of, is_linear, sizes_of, tiny
 from onepass.integrations.huggingface.linears import LinearsMatch
 from onepass.integrations.huggingface.norms import NormMatch, is_norm
@@ -28,14 +27,14 @@ from onepass.integrations.huggingface.probe import (
     randn,
     shallow,
 )
-from onepass.integrations.huggingface.rotation import ROTATION, Rotation, globals_with, with_globals
+from onepass.integrations.huggingface.query_factors import IDS, LATE, QueryFactor, find_factor, takes_positions
+from onepass.integrations.huggingface.rotation import COMPLEX, HALVES, ROTATION, Rotation, globals_with, with_globals
 from onepass.ops.attention.formula import AttentionOptions, attention_formula
 
-TOKENS, HIDDEN = 5, 6
+TOKENS, HIDDEN = len(IDS), 6
 EPS = 1e-6  # of norms that stand in for a module's
 _SHARED = "shared_kv_states"  # an argument
 _OWN = 5  # the seed of parameters that do
-_LATE = 2**20  # a position
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ class FusedAttention:
     sinks: str | None = None  # the parameter of its sinks
     shares: bool = False  # keys before their norm and rotation are the values too
     value_norm: str | None = None  # the child that normalises values' heads
+    factor: QueryFactor | None = None  # of queries, by their positions
+    turns_alone: bool = False  # it is this only where the tables have no factor, as q and k are normalised after rotation
 
     def norm_options(self, module: nn.Module) -> dict[str, Any] | None:
         """Return the heads' norms' weights and options, or None where other code runs in one of the norms."""
@@ -65,7 +66,13 @@ class FusedAttention:
         q_norm, k_norm = (norm_at(module, name) for name in self.norms)
         if q_norm is None or k_norm is None or not (q_norm.untouched() and k_norm.untouched()):
             return None
-        return {} if self.rows else {"q_weight": q_norm.weight, "k_weight": k_norm.weight, **q_norm.options}
+        if self.rows:
+            return {}
+        weights = {f"{of}_weight": norm.weight for of, norm in (("q", q_norm), ("k", k_norm))}
+        if q_norm.weight is None:
+            some = next(module.parameters())
+            weights = dict.fromkeys(weights, some.new_ones(head_size_of(module)))
+        return weights | q_norm.options
 
     def arranged(
         self, qkv: Tensor, norms: tuple[Callable[[Tensor], Tensor], ...], of_values: Callable[[Tensor], Tensor] | None = None
@@ -87,10 +94,11 @@ class FusedAttention:
         return torch.cat([q, k, v], -1), gate
 
     def words(self) -> str:
-        kinds = [f"{' and '.join(self.norms)}{' of rows' if self.rows else ''}"] if self.norms else []
+        kinds = [f"{' and '.join(dict.fromkeys(self.norms))}{' of rows' if self.rows else ''}"] if self.norms else []
         kinds += [] if self.value_norm is None else [self.value_norm]
         kinds += ["keys as values"] if self.shares else []
         kinds += ["gated"] if self.gated else []
+        kinds += [] if self.factor is None else ["queries scaled by position"]
         kinds += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
         return ", ".join(["attention", *kinds, *([] if self.sinks is None else ["sinks"])])
 
@@ -104,14 +112,18 @@ def interface_of(module: Any, linears: list[str]) -> InterfaceCall | None:
     sizes = {name: sizes_of(module.get_submodule(name))[1] for name in linears}
     layers = {name: Function(partial(random_like, size=size, seed=i)) for i, (name, size) in enumerate(sizes.items())}
     hidden, by = randn(1, TOKENS, sizes_of(module._modules[linears[0]])[0]), module.config._attn_implementation
-    for angles in positions_of(module):
+    for positions in positions_of(module):
 
-        def run(interfaces: Any, angles: Tensor = angles) -> object:
+        def run(interfaces: Any, at: int = LATE, positions: Any = positions) -> object:
             code = with_globals(forward, {INTERFACES: interfaces})
-            return tried(module, layers, hidden, angles, by, code=code)
+            return tried(module, layers, hidden, positions, by, code=code, at=at)
+
+        def queries(at: int, run: Callable[[Any, int], object] = run) -> Tensor | None:
+            run(recorder := InterfaceRecorder(), at)
+            return recorder.calls[0][2] if recorder.calls else None
 
         if (interface := find_interface(stock, by, run)) is not None:
-            return interface
+            return replace(interface, factor=find_factor(module, queries))
     return None
 
 
@@ -126,7 +138,7 @@ def calls_rotation(module: Any, linears: list[str], rotation: Rotation) -> bool:
     code = with_globals(type(module).forward, {ROTATION: rotate})
     layers = {name: Function(partial(random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
     hidden = randn(1, TOKENS, sizes_of(module._modules[linears[0]])[0])
-    ran = [tried(module, layers, hidden, randn(1, TOKENS, width), "sdpa", code=code) for width in _widths(module)]
+    ran = [tried(module, layers, hidden, positions, "sdpa", code=code) for positions in positions_of(module)]
     return bool(calls) or all(y is None for y in ran)
 
 
@@ -134,10 +146,10 @@ def roles_of(module: nn.Module, linears: list[str]) -> tuple[LinearsMatch | None
     """Return the layers that read the module's input, or None if other code reads it too, and the output projection."""
     if not all(is_norm(module._modules[name]) for name in norms_in(module)):  # type: ignore[arg-type]
         return None, linears[-1]
-    for width, by in product(_widths(module), ("sdpa", "eager")):  # SDPA has no softcap
+    for positions, by in product(positions_of(module), ("sdpa", "eager")):  # SDPA has no softcap
         layers = {name: Function(partial(random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
         hidden = torch.full((1, TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=FP64)  # type: ignore[arg-type]
-        y = tried(module, layers, hidden, randn(1, TOKENS, width), by)
+        y = tried(module, layers, hidden, positions, by)
         if not isinstance(y, Tensor):
             continue
         asked = [name for name in linears for args, _ in layers[name].calls if args and args[0] is hidden]
@@ -158,16 +170,17 @@ def tried(
     module: nn.Module,
     layers: dict[str, Any],
     hidden: Tensor,
-    angles: Tensor | None,
+    tables: Any,
     by: str,
     training: bool = False,
     mask: Tensor | None = None,
     code: Callable[..., Any] | None = None,
     shared: Any = None,
+    at: int = LATE,
 ) -> Any:
     """Run the module's code, or other code, with these layers and this attention implementation.
 
-    angles: of the tables' columns, or complex tables themselves. shared: keys and values of other layers; None: random ones.
+    tables: of positions, or None. shared: keys and values of other layers; None: random ones. at: the first token's position.
 
     Norms that are not among the layers are replaced by identities, and parameters of its own by random ones.
     """
@@ -178,13 +191,13 @@ def tried(
     made = probe(module, {**layers, **others}, config=config, training=training, _parameters=own)
     names = parameters_of(module)
     options: dict[str, Any] = {"attention_mask": mask} if "attention_mask" in names else {}
-    if "position_embeddings" in names and angles is not None:
-        options["position_embeddings"] = angles if angles.is_complex() else (angles.cos(), angles.sin())
-    if "position_ids" in names and names["position_ids"].default is inspect.Parameter.empty:
-        options["position_ids"] = torch.arange(_LATE, _LATE + TOKENS)[None]
+    if "position_embeddings" in names and tables is not None:
+        options["position_embeddings"] = tables
+    if takes_positions(module):
+        options["position_ids"] = at + torch.tensor([IDS])
     if _SHARED in names:
         options[_SHARED] = _SharedStates(module) if shared is None else shared
-    with _LatePositions():
+    with _LatePositions(at):
         result = probe_forward(made, hidden, probed_code=code, **options)
     return result[0] if isinstance(result, tuple) else result
 
@@ -207,9 +220,13 @@ class _Unshared:
 class _LatePositions(TorchFunctionMode):
     """Counts positions from a late one: some models scale q from a position of a few thousand on, which no trial would reach."""
 
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), options: Any = None) -> Any:
         made = function(*args, **(options or {}))
-        return made + _LATE if function is torch.arange else made
+        return made + self._at if function is torch.arange else made
 
 
 def norms_in(module: nn.Module) -> list[str]:
@@ -226,10 +243,10 @@ def _widths(module: Any) -> list[int]:
     return [*([] if rotated is None else [rotated]), size, part, max(2, size // 4 * 2)]
 
 
-def positions_of(module: Any) -> list[Tensor]:
-    """Return candidate angles of each candidate width, and complex tables of it."""
+def positions_of(module: Any) -> list[Any]:
+    """Return candidate tables of each candidate width, and complex ones."""
     angles = [randn(1, TOKENS, width) for width in _widths(module)]
-    return [*angles, *(torch.polar(torch.ones_like(half), half) for half in (each[..., ::2] for each in angles))]
+    return [*((each.cos(), each.sin()) for each in angles), *(COMPLEX.given(each[..., ::2]) for each in angles)]
 
 
 def head_size_of(module: Any) -> int:
@@ -242,7 +259,7 @@ def as_one_op(
 ) -> FusedAttention | None:
     """Return the arguments of `onepass.attention` if that is all that the module does."""
     takes_tables = "position_embeddings" in parameters_of(module)
-    ways = [(rotation, True)] if takes_tables and rotation is not None else []
+    ways = [(COMPLEX if rotation is None else rotation, True)] if takes_tables else []
     for how, tables in [*ways, *([(None, True)] if takes_tables else []), (None, False)]:
         if (whole := _as_attention(module, projections, out, how, interface, tables)) is not None:
             return whole
@@ -265,7 +282,8 @@ def _as_attention(
     scale = getattr(module, "scaling", None)
     softcap = None if interface is None else interface.softcap
     scale = scale if isinstance(scale, float) and scale > 0 else size**-0.5
-    whole = FusedAttention(heads, groups, scale, rotation, softcap, tables, gated=gated, shares=shares)
+    factor = None if interface is None else interface.factor
+    whole = FusedAttention(heads, groups, scale, rotation, softcap, tables, gated=gated, shares=shares, factor=factor)
     sinks = [name for name, p in module._parameters.items() if p is not None]
     if interface is not None and interface.sinks:
         if len(sinks) != 1 or module._parameters[sinks[0]].shape != (heads,):
@@ -291,30 +309,42 @@ def _as_attention(
     qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
     weights_of = {name: randn(width, seed=50 + i) for i, (name, width) in enumerate(zip(norms, widths, strict=True))}
     stand_ins = {name: (weight, Function(partial(normed, weight=weight))) for name, weight in weights_of.items()}
-    of_values = {name: Function(partial(normed, weight=torch.ones((), dtype=FP64))) for name in _weightless_in(module)}
+    one = torch.ones(size, dtype=FP64)
+    weightless = _weightless_in(module)
+    of_values = {name: Function(partial(normed, weight=one)) for name in weightless}
+    pairs_of_norms = [*permutations(norms)]
+    if not norms and rotation is not None:  # of heads, without weights
+        pairs_of_norms += [pair for pair in product(weightless, repeat=2) if weightless[pair[0]] == weightless[pair[1]]]
+        stand_ins = {name: (one, child) for name, child in of_values.items()}
+    scaled = qkv if factor is None else factor.scaled(qkv, heads * size, LATE + torch.tensor([IDS]))
     by, mask = "sdpa", None
     if softcap is not None or whole.sinks is not None:  # which SDPA refuses
         by, mask = "eager", torch.full((TOKENS, TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
     logits = None if whole.sinks is None else randn(heads, seed=_OWN)
+    made = {**layers, **of_values, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
+    interleaved = rotation is not None and rotation.interleaved
+    call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=EPS)
     for width in _widths(module):
         angles = randn(1, TOKENS, width // 2, seed=2)
-        doubled = angles if rotation is None else rotation.doubled(angles)
-        made = {**layers, **of_values, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
-        given = x, doubled if tables else None, by
-        results = [tried(module, made, *given, training, mask, shared=_Unshared()) for training in (False, True)]
-        cos, sin = (None, None) if rotation is None else (angles[0].cos(), angles[0].sin())
-        interleaved = rotation is not None and rotation.interleaved
-        call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=EPS)
-        for names, value_norm in product(permutations(norms), (None, *of_values)):
-            if whole.rows and [weights_of[name].numel() for name in names] != [heads * size, groups * size]:
-                continue
+
+        def fits(names: tuple[str, ...], value_norm: str | None, of_tables: float, angles: Tensor = angles) -> bool:
+            """Compare them where tables have this factor."""
+            given = (HALVES if rotation is None else rotation).given(angles, of_tables) if tables else None
             weights = tuple(stand_ins[name][0] for name in names) if names and not whole.rows else (None, None)
             row_norms = tuple(stand_ins[name][1] for name in names) if whole.rows else ()
-            arranged, gate = whole.arranged(qkv, row_norms, None if value_norm is None else of_values[value_norm])
+            arranged, gate = whole.arranged(scaled, row_norms, None if value_norm is None else of_values[value_norm])
+            cos, sin = (None, None) if rotation is None else (of_tables * each[0] for each in (angles.cos(), angles.sin()))
             y = attention_formula(arranged, cos, sin, call, None, logits, weights)  # type: ignore[arg-type]
             expected = last(y if gate is None else y * gate.sigmoid()).detach()
-            if all(close(each, expected, 1e-6) for each in results):
-                return replace(whole, norms=names, value_norm=value_norm)
+            runs = (tried(module, made, x, given, by, training, mask, shared=_Unshared()) for training in (False, True))
+            return all(close(each, expected, 1e-6) for each in runs)
+
+        for names, value_norm in product(pairs_of_norms, (None, *of_values)):
+            if whole.rows and [weights_of[name].numel() for name in names] != [heads * size, groups * size]:
+                continue
+            if fits(names, value_norm, 1.0):
+                alone = rotation is not None and not fits(names, value_norm, 2.0)
+                return replace(whole, norms=names, value_norm=value_norm, turns_alone=alone)
     return None
 
 
@@ -325,9 +355,10 @@ def norm_at(module: nn.Module, name: str) -> NormMatch | None:
     return match if isinstance(match, NormMatch) else None
 
 
-def _weightless_in(module: nn.Module) -> list[str]:
-    """Return the children that onepass has replaced as norms without weights."""
-    return [name for name in module._modules if (norm := norm_at(module, name)) is not None and norm.weight is None]
+def _weightless_in(module: nn.Module) -> dict[str, float]:
+    """Return the children that onepass has replaced as norms without weights, and the eps of each."""
+    norms = ((name, norm_at(module, name)) for name in module._modules)
+    return {name: norm.eps for name, norm in norms if norm is not None and norm.weight is None}
 
 
 def _widths_of_norms(norms: list[NormMatch | None]) -> list[int] | None:

@@ -27,11 +27,10 @@ from onepass.integrations.huggingface.interfaces import (
     INTERFACES,
     InterfaceCall,
     Interfaces,
+    KeyRange,
     backend_of,
-    documents_of,
     is_marker,
     masks_nothing,
-    window_of,
 )
 from onepass.integrations.huggingface.latent_trials import FusedLatent, as_latent, latent_roles
 from onepass.integrations.huggingface.linear_layers import base_of, call_layer, is_linear, linear_of
@@ -48,6 +47,7 @@ from onepass.integrations.huggingface.rotation import (
     has_tables,
     part_with_tables,
     tables_are_read,
+    turns_alone,
     with_globals,
 )
 from onepass.integrations.huggingface.snapshot import CODE_CHANGED, UNREAD, Snapshot, reads_of
@@ -84,7 +84,7 @@ class AttentionMatch:
     whole: FusedAttention | FusedLatent | None
     interface: InterfaceCall | None
     rotates: bool = True  # whether its code calls the rotation
-    window: int | None = None  # which a marker has in place of a mask; masks.py sets it
+    reach: KeyRange = field(default_factory=KeyRange)  # which a marker has in place of a mask; masks.py sets it
     running: dict[int, _AttentionCall] = field(default_factory=dict)  # by thread
     snapshot: Snapshot = UNREAD
 
@@ -148,12 +148,14 @@ class AttentionMatch:
             return False
         if self.whole.tables != (options.get("position_embeddings") is not None):
             return False
+        if self.whole.factor is not None and not self.whole.factor.takes(options.get("position_ids")):
+            return False
         module: Any = self.module
         more = self.whole.softcap is not None or self.whole.sinks is not None  # than SDPA has
         if not marked and (more or module.config._attn_implementation not in ("sdpa", "onepass")):
             return False
         if isinstance(self.whole, FusedLatent):
-            takes = self.whole.takes(module, x, self.window if marked else None)
+            takes = self.whole.takes(module, x, self.reach.window if marked else None)
         else:  # on a GPU of other sizes its own code runs rope's kernel and SDPA
             takes = not (x.is_cuda and head_size_of(module) not in SIZES) and self.whole.norm_options(module) is not None
         return takes and not (module.training and drops(module))
@@ -161,13 +163,15 @@ class AttentionMatch:
     def at_once(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None) -> tuple[Tensor, None]:
         whole = self.whole
         assert whole is not None and self.projections is not None
-        qkv, marker = self.projections(x, folded), options.get("attention_mask")
-        documents = None if marker is None else documents_of(marker)
+        qkv = self.projections(x, folded)
+        documents, window = self.reach.of(options.get("attention_mask"), qkv, qkv.shape[1])
         if isinstance(whole, FusedLatent):
             y = whole.attend(self.module, qkv, options.get("position_embeddings"), documents)
             return call_layer(self.module._modules[self.out], y), None  # type: ignore[arg-type]
         B, S = qkv.shape[:2]
-        cos, sin = (None, None) if whole.rotation is None else whole.rotation.tables(*options["position_embeddings"])
+        cos, sin = (None, None) if whole.rotation is None else whole.rotation.tables(options["position_embeddings"])
+        if whole.factor is not None:
+            qkv = whole.factor.applied(qkv, whole.heads * self.head_size, options.get("position_ids"))
         row_norms = (norm_at(self.module, name) for name in whole.norms) if whole.rows else ()
         of_values = None if whole.value_norm is None else norm_at(self.module, whole.value_norm)
         qkv, gate = whole.arranged(qkv, tuple(row_norms), of_values)  # type: ignore[arg-type]
@@ -183,7 +187,7 @@ class AttentionMatch:
             interleaved=whole.rotation is not None and whole.rotation.interleaved,
             scale=whole.scale,
             cu_seqlens=documents,
-            window=None if marker is None else window_of(self.window, S),
+            window=window,
             softcap=whole.softcap,
             sinks=None if whole.sinks is None else self.module._parameters[whole.sinks],
             **(whole.norm_options(self.module) or {}),
@@ -281,7 +285,8 @@ def replace_attentions(
             match = find_attention(module, bool(rotates))
         if match is not None and match.rotation is not None and match.rotation not in rotates:
             match.original, match.rotation = _original(module, None, match.interface), None
-        if match is not None and match.whole is not None and not {match.whole.rotation} <= {*rotates, None}:
+        whole = None if match is None else match.whole
+        if match is not None and whole is not None and not _has_tables_of(part, rotates, whole):
             match.whole = None
         if match is not None and (match.rotation is not None or (qkv and match.projections is not None)):
             match.snapshot = reads.snapshot()
@@ -291,6 +296,12 @@ def replace_attentions(
             made[module] = match
         rows += _rows(part, name, module, made.get(module), qkv, rope, bool(rotates))
     return made, rows
+
+
+def _has_tables_of(part: nn.Module, read: set[Rotation], whole: FusedAttention | FusedLatent) -> bool:
+    """Whether the tables of its part of the model, of which these are read, are those that it needs."""
+    how = whole.rotation
+    return how is None or (how in read and (not whole.turns_alone or turns_alone(part, how)))
 
 
 def _replace(match: AttentionMatch, patches: Patches, qkv: bool) -> None:
@@ -313,7 +324,7 @@ def _rows(
         row = partial(AppliedRow, name, kind, "rope")
         if match is not None and match.rotation is not None and match.rotates:
             rows.append(row(by="rope", match=RotationMatch(match)))
-        elif match is None or match.whole is None or not (match.rotation or match.whole.rotation):  # else it has no positions
+        elif match is None or match.whole is None:  # else it has no positions
             rows.append(row(why=why))
     if qkv:
         one = match is not None and match.projections is not None

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.ops.loss.kept_rows import can_count
+from onepass.runtime.documents import are_right
+from onepass.runtime.sizes import ceil_div
 
 
 class Refused(Exception):
@@ -27,11 +29,14 @@ def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.shape[0] == 1 else x.flatten(0, 1)[None] for x in tensors)
 
 
-def documents_of_rows(ids_or_mask: object, rows: int, tokens: int, device: torch.device, *, padding: bool) -> Tensor | None:
+def documents_of_rows(
+    ids_or_mask: object, rows: int, tokens: int, device: torch.device, *, padding: bool, from_zero: bool = False
+) -> Tensor | None:
     """Return int32 boundaries over all rows, one after the other, or None where each row is one document.
 
     A GPU's host waits once to read two numbers: how many documents there are, and whether a mask has holes. Transformers waits
     too, to see whether there is anything to mask. Tokens that a mask hides are documents of their own, which no other token sees.
+    from_zero: refuse documents in a row whose positions begin elsewhere.
     """
     name = "attention_mask" if padding else "position_ids"
     shapes = (rows, tokens), (1, tokens)
@@ -41,12 +46,14 @@ def documents_of_rows(ids_or_mask: object, rows: int, tokens: int, device: torch
         raise Refused(f"{name} in a captured graph")
     ids_or_mask = ids_or_mask.to(device, non_blocking=True)
     starts = starts_of(ids_or_mask, padding).expand(rows, tokens)
-    holes = has_holes(ids_or_mask) if padding else starts.new_zeros(())
-    count, wrong = torch.stack([starts.sum(), holes.long()]).tolist()
-    if wrong:
+    wrong = has_holes(ids_or_mask) if padding else (starts & (ids_or_mask != 0)).any()
+    count, is_wrong = torch.stack([starts.sum(), wrong.long()]).tolist()
+    if is_wrong and padding:
         raise Refused("attention_mask with holes")
     if count == rows:
         return None
+    if is_wrong and from_zero:
+        raise Refused("position_ids of documents that don't begin at 0, in layers with chunks")
     numbers = torch.arange(1, count + 2, device=device)
     return torch.searchsorted(starts.flatten().cumsum(0), numbers, out_int32=True)  # past the last document: all tokens
 
@@ -63,6 +70,29 @@ def documents_of_padding(mask: Tensor) -> Tensor:
     bounds = torch.stack([begin, begin + first, begin + end], 1).flatten()
     holes = ((count > 0) & (count != end - first)).any()
     return torch.where(holes, -1, F.pad(bounds, (0, 1), value=rows * tokens)).to(torch.int32)
+
+
+def chunk_count(documents: Tensor | None, rows: int, tokens: int, chunk: int) -> int:
+    """Return how many documents `chunks_of` makes."""
+    return rows * ceil_div(tokens, chunk) if documents is None else documents.shape[0] - 1 + rows * tokens // chunk
+
+
+def chunks_of(documents: Tensor | None, rows: int, tokens: int, chunk: int, device: torch.device) -> Tensor:
+    """Return int32 boundaries of the documents' chunks, or those of whole rows: a chunk begins at each multiple of its length.
+
+    Nothing is read by the host, so there are as many as there can be, the last ones empty. Boundaries that are wrong stay wrong.
+    """
+    total = rows * tokens
+    if documents is None:
+        begin = torch.arange(0, total, tokens, device=device)[:, None] + torch.arange(0, tokens, chunk, device=device)
+        return F.pad(begin.flatten(), (0, 1), value=total).to(torch.int32)
+    parts = (documents.diff() + chunk - 1) // chunk
+    ends = parts.cumsum(0)
+    number = torch.arange(chunk_count(documents, rows, tokens, chunk) + 1, device=device)
+    document = torch.searchsorted(ends, number, right=True).clamp_(max=parts.shape[0] - 1)
+    begin = documents[document] + (number - (ends - parts)[document]) * chunk
+    bounds = torch.minimum(begin, documents[document + 1])
+    return torch.where(are_right(documents, total), bounds, -1).to(torch.int32)
 
 
 def starts_of(ids_or_mask: Tensor, padding: bool) -> Tensor:

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.documents import chunk_count, chunks_of
 from onepass.integrations.huggingface.probe import close
+from onepass.integrations.huggingface.query_factors import QueryFactor
 from onepass.ops.attention.attention import attention
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.ops.attention.by_cudnn import WIDEST
@@ -56,6 +58,36 @@ def backend_of(qkv: Tensor, heads: int, groups: int, cu_seqlens: Tensor | None) 
 
 
 @dataclass(frozen=True)
+class KeyRange:
+    """How far a layer's queries see within a row or document."""
+
+    window: int | None = None  # so many keys, its own and those before it
+    chunk: int | None = None  # keys from the last multiple of this on
+
+    def hides(self, tokens: int) -> bool:
+        """Whether it hides anything of so many."""
+        return min(size for size in (self.window, self.chunk, tokens) if size is not None) < tokens
+
+    def of(self, marker: Any, x: Tensor, tokens: int) -> tuple[Tensor | None, int | None]:
+        """Return the boundaries of documents, or None for whole rows, and the window, or None for one that hides nothing.
+
+        x: has the rows first, and the device of the result.
+        """
+        documents = None if marker is None else documents_of(marker)
+        if marker is None or not self.hides(tokens if documents is None else x.shape[0] * tokens):
+            return documents, None
+        if self.chunk is None:
+            return documents, self.window
+        return chunks_of(documents, x.shape[0], tokens, self.chunk, x.device), None
+
+    def count(self, documents: Tensor | None, rows: int, tokens: int) -> int | None:
+        """Return how many documents there are then, or None for whole rows."""
+        if self.chunk is not None and self.hides(tokens if documents is None else rows * tokens):
+            return chunk_count(documents, rows, tokens, self.chunk)
+        return None if documents is None else documents.shape[0] - 1
+
+
+@dataclass(frozen=True)
 class InterfaceCall:
     """How a module's code calls its interface, whose function computes what `onepass.attention` does."""
 
@@ -64,6 +96,7 @@ class InterfaceCall:
     softcap: float | None
     sinks: bool
     width: int  # of q's heads
+    factor: QueryFactor | None = None  # which its queries have by their positions
 
     @property
     def is_plain(self) -> bool:
@@ -85,8 +118,7 @@ class Interfaces:
         def call(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, *args: Any, **options: Any) -> Any:
             if not is_marker(attention_mask):
                 return function(module, q, k, v, attention_mask, *args, **options)
-            assert attention_mask is not None
-            documents, window = documents_of(attention_mask), window_of(module._onepass.window, q.shape[2])
+            documents, window = module._onepass.reach.of(attention_mask, q, q.shape[2])
             plain = documents is None and window is None and name == "sdpa" and module._onepass.interface.is_plain
             if plain and (q.shape[3] <= WIDEST or not q.is_cuda):
                 return function(module, q, k, v, None, *args, **options)
@@ -94,11 +126,6 @@ class Interfaces:
             return attend_heads(q, k, v, documents, window=window, **taken), None
 
         return call
-
-
-def window_of(window: int | None, tokens: int) -> int | None:
-    """Return None for a window that hides nothing."""
-    return None if window is None or window >= tokens else window
 
 
 def attend_heads(
@@ -142,7 +169,7 @@ def _joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- recognition ----
 
 
-class _Recorder:
+class InterfaceRecorder:
     """Stands in for ALL_ATTENTION_FUNCTIONS, and keeps the calls of its functions."""
 
     def __init__(self) -> None:
@@ -161,7 +188,7 @@ def find_interface(stock: Any, by: str, run: Callable[[Any], object]) -> Interfa
 
     `run` runs the module's code with other interfaces. `by` is the model's implementation.
     """
-    recorder = _Recorder()
+    recorder = InterfaceRecorder()
     run(recorder)
     if len(recorder.calls) != 1 or by not in ("sdpa", "eager", "onepass"):
         return None

@@ -25,7 +25,7 @@ from onepass.integrations.huggingface.linear_layers import sizes_of, tiny
 from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
 from onepass.integrations.huggingface.norms import is_norm
 from onepass.integrations.huggingface.probe import Function, close, parameters_of, randn
-from onepass.integrations.huggingface.rotation import COMPLEX, ROTATIONS, Rotation
+from onepass.integrations.huggingface.rotation import COMPLEX, HALVES, ROTATIONS, Rotation
 from onepass.ops.attention.attention import SIZES
 from onepass.ops.attention.latent_attention import latent_attention, latent_attention_reference, unsupported
 
@@ -49,6 +49,8 @@ class FusedLatent:
     keys: LinearsMatch  # the up-projection of keys and values
     softcap: None = None
     sinks: None = None
+    factor: None = None
+    turns_alone: bool = False
 
     @property
     def width(self) -> int:
@@ -78,7 +80,7 @@ class FusedLatent:
         kv = self.keys(latent, _folded(module, self.norms[-1]))
         cos = sin = None
         if self.rotation is not None:
-            cos, sin = self.rotation.tables(*((positions,) if isinstance(positions, Tensor) else positions))
+            cos, sin = self.rotation.tables(positions)
         if documents is not None:
             q, kv, k_rope = (x.reshape(1, B * S, -1) for x in (q, kv, k_rope))
             cos, sin = (None if table is None else table.expand(B, S, -1).reshape(1, B * S, -1) for table in (cos, sin))
@@ -114,10 +116,10 @@ def latent_roles(module: Any, linears: list[str]) -> tuple[LinearsMatch, list[st
     """Return the layers that read the input, queries' first, and the others; or None if other code reads the input too."""
     if len(linears) not in (4, 5) or not all(is_norm(module._modules[name]) for name in norms_in(module)):
         return None
-    for angles in positions_of(module):
+    for positions in positions_of(module):
         layers = {name: Function(partial(random_like, size=sizes_of(module.get_submodule(name))[1])) for name in linears}
         hidden = torch.full((1, TOKENS, sizes_of(module._modules[linears[0]])[0]), float("nan"), dtype=torch.float64)
-        y = tried(module, layers, hidden, angles, "sdpa")
+        y = tried(module, layers, hidden, positions, "sdpa")
         if not isinstance(y, Tensor) or not y.isfinite().all() or any(len(layer.calls) != 1 for layer in layers.values()):
             continue
         asked = [name for name in linears if layers[name].calls[0][0][0] is hidden]
@@ -178,12 +180,9 @@ def _is_all(module: Any, projections: LinearsMatch, whole: FusedLatent, out: str
         q = ups[whole.queries.names[0]](norms[whole.norms[0]](q))
     kv = ups[whole.keys.names[0]](norms[whole.norms[-1]](latent))
     half, how = randn(1, TOKENS, rope // 2, seed=2), whole.rotation
-    if how is None:
-        angles = None if not whole.tables else torch.cat([half, half], -1)
-    else:
-        angles = torch.polar(torch.ones_like(half), half) if how is COMPLEX else how.doubled(half)
+    tables = (HALVES if how is None else how).given(half) if whole.tables else None
     layers = downs | ups | norms | {out: last}
-    results = [tried(module, layers, x, angles, "sdpa", training) for training in (False, True)]
+    results = [tried(module, layers, x, tables, "sdpa", training) for training in (False, True)]
     cos, sin = (None, None) if how is None else (half[0].cos(), half[0].sin())
     q, kv = (each.unflatten(-1, (whole.heads, -1)) for each in (q, kv))
     pairs = how is not None and how.interleaved

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
 from onepass.integrations.huggingface.document_trials import mixers_in, parts_documents
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
-from onepass.integrations.huggingface.interfaces import NOTHING, documents_of, marker_of, masks_nothing, window_of
+from onepass.integrations.huggingface.interfaces import NOTHING, KeyRange, documents_of, marker_of, masks_nothing
 from onepass.integrations.huggingface.layer_trace import hands_on
 from onepass.integrations.huggingface.layers import LayerMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
@@ -149,9 +149,8 @@ class Stack:
         documents = self._documents(x, inputs)
         if documents is not None and self.leaks and _MASK not in inputs:
             self._warn(f"{_TOGETHER} in {' and '.join(self.leaks)}")
-        tokens = x.shape[1] if documents is None else x.shape[0] * x.shape[1]
-        if x.is_cuda and (documents is not None or self._hides_more(x.shape[1])):
-            self._check_kernels(tokens, documents)
+        if x.is_cuda:
+            self._check_kernels(x.shape[0], x.shape[1], documents)
         return NOTHING if documents is None else marker_of(documents)
 
     def _documents(self, x: Tensor, inputs: dict[str, Any]) -> Tensor | None:
@@ -168,7 +167,8 @@ class Stack:
             self._check_rows(inputs, "its own masks part none: give cu_seq_lens_q, as DataCollatorWithFlattening does if asked")
             hybrid = len(self.paths) < len(self.layers) and name is _MASK
             raise Refused(f"{name}, {'which layers without attention read' if hybrid else 'by which its own masks part nothing'}")
-        return documents_of_rows(inputs[name], rows, tokens, x.device, padding=name is _MASK)
+        chunks = any(path.attention.reach.chunk is not None for path in self.paths)
+        return documents_of_rows(inputs[name], rows, tokens, x.device, padding=name is _MASK, from_zero=chunks)
 
     def _check_rows(self, inputs: dict[str, Any], why: str) -> None:
         """Warn once where positions begin again in a row that transformers takes for one sequence."""
@@ -192,28 +192,23 @@ class Stack:
         self.warned.append(text)
         warnings.warn(f"{type(self.module).__name__}: {text}", stacklevel=2)
 
-    def _hides_more(self, tokens: int) -> bool:
-        """Whether a layer needs onepass's attention even where rows are whole."""
-        return any(_hides_more(path.attention, tokens) for path in self.paths)
-
-    def _check_kernels(self, tokens: int, documents: Tensor | None) -> None:
+    def _check_kernels(self, rows: int, tokens: int, documents: Tensor | None) -> None:
         """Refuse what no kernel takes: PyTorch's way would be a mask of all tokens of the batch."""
         for path in self.paths:
-            if documents is None and not _hides_more(path.attention, tokens):
+            match = path.attention
+            count = match.reach.count(documents, rows, tokens)
+            plain = match.interface is None or match.interface.is_plain
+            if count is None and plain and not match.reach.hides(tokens):  # PyTorch's attention takes it
                 continue
-            weight, size = next(path.attention.module.parameters()), path.attention.head_size
+            weight, size = next(match.module.parameters()), match.head_size
             qkv = torch.empty(1, 0, 3 * size, dtype=weight.dtype, device=weight.device)
-            why = f"{tokens} tokens" if tokens > LONGEST else attention_unsupported(qkv, 1, 1, documents)
+            together = tokens if count is None else rows * tokens
+            bounds = None if count is None else torch.empty(count + 1, dtype=torch.int32, device="meta")
+            why = f"{together} tokens" if together > LONGEST else attention_unsupported(qkv, 1, 1, bounds)
             if why is not None:
                 raise Refused(f"documents or windows that no kernel takes ({why})")
             if choose("attention", None, None) != "triton":
                 raise Refused("documents or windows, by another backend than triton")
-
-
-def _hides_more(attention: AttentionMatch, tokens: int) -> bool:
-    """Whether it needs onepass's attention even where rows are whole."""
-    plain = attention.interface is None or attention.interface.is_plain
-    return not plain or window_of(attention.window, tokens) is not None
 
 
 def _is_nothing(name: str, value: Any) -> bool:
@@ -286,23 +281,24 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
         return None, "its code doesn't pass a mask on to its layers"
     if not plain.agrees(marked):
         return None, "its code gives its layers something else where there is a mask"
-    causal = torch.ones(_ROWS, _TOKENS, _TOKENS, dtype=torch.bool).tril()
-    narrow = causal.triu(1 - _WINDOW)
     kept = torch.ones(_ROWS, _TOKENS, dtype=torch.bool)
-    hidden = [narrow if _hides(mask, narrow, kept) else causal for mask in plain.of(attends)]
-    if not all(_hides(mask, seen, kept) for mask, seen in zip(plain.of(attends), hidden, strict=True)):
+    seen = {reach: _seen(reach, starts_of(kept, padding=True)) for reach in _RANGES}
+    found_reaches = [next((each for each in seen if _hides(mask, seen[each], kept)), None) for mask in plain.of(attends)]
+    reaches = [each for each in found_reaches if each is not None]
+    if len(reaches) < len(paths):
         return None, "its masks are none that onepass knows"
-    windows = [stack.config.sliding_window if seen is narrow else None for seen in hidden]
     plain_only = any(path.attention.interface is None for path in paths)
-    if plain_only and (by == "eager" or any(windows)):
+    if plain_only and (by == "eager" or any(each.hides(_TOKENS) for each in reaches)):
         if by == "sdpa" and getattr(stack.config, "attn_logit_softcapping", None):  # Gemma 2; newer transformers refuse that
             return None, "SDPA drops its softcap: load it with attn_implementation='eager', or by a newer transformers"
         return None, "its layers call attention in a way that onepass doesn't know"
-    for path, window in zip(paths, windows, strict=True):
-        path.attention.window = window
+    for path, reach in zip(paths, reaches, strict=True):
+        path.attention.reach = KeyRange(
+            stack.config.sliding_window if reach.window else None, stack.config.attention_chunk_size if reach.chunk else None
+        )
     match = Stack(stack, place, layers, paths, by, list(parameters_of(stack)), *_mixing(stack, layers))
     if not plain_only:
-        match.packs, match.pads = (_reads(stack, name, value, hidden, attends) for name, value in _BATCHES.items())
+        match.packs, match.pads = (_reads(stack, name, value, reaches, attends) for name, value in _BATCHES.items())
     return match, None
 
 
@@ -332,8 +328,23 @@ def _mixing(stack: Any, layers: list[nn.Module]) -> tuple[tuple[str, ...], bool]
 _ROWS, _TOKENS, _WINDOW = 2, 6, 2  # of the small batches
 _BATCHES = {  # of several documents a row, and padded on either side
     _POSITIONS: torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]]),
-    _MASK: torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]),
+    _MASK: torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]),
 }
+_RANGES = KeyRange(window=_WINDOW), KeyRange(chunk=_WINDOW), KeyRange()  # of their layers
+
+
+def _seen(reach: KeyRange, starts: Tensor) -> Tensor:
+    """Return what tokens see, [rows, tokens, tokens], of documents that begin where `starts` is true."""
+    at = torch.arange(starts.shape[1])
+    first = torch.where(starts, at, 0).cummax(-1).values  # of each token's document
+    back = at[:, None] - at
+    seen = (back >= 0) & (first[:, :, None] == first[:, None, :])
+    if reach.window is not None:
+        seen &= back < reach.window
+    if reach.chunk is not None:
+        chunk = (at - first) // reach.chunk
+        seen &= chunk[:, :, None] == chunk[:, None, :]
+    return seen
 
 
 @dataclass
@@ -372,6 +383,7 @@ def _run(stack: Any, mask: Tensor | None, **given: Tensor) -> _Run:
         if isinstance(child, nn.Embedding):  # of tokens or positions
             width = child.embedding_dim
             children[name] = made = Function(lambda *_, width=width, **__: torch.zeros(_ROWS, _TOKENS, width))
+            made.weight = torch.zeros(0)  # whose device some look for
         elif isinstance(child, nn.Linear):
             width = child.out_features
             children[name] = made = Function(lambda x, width=width: torch.zeros(*x.shape[:-1], width))
@@ -403,7 +415,7 @@ def _hides(mask: Any, seen: Tensor, kept: Tensor) -> bool:
     return torch.equal((mask[:, 0] == 0).expand(seen.shape)[kept], seen[kept])
 
 
-def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor], attends: list[bool]) -> bool:
+def _reads(stack: Any, name: str, value: Tensor, reaches: list[KeyRange], attends: list[bool]) -> bool:
     """Whether the stack's own masks part documents by this argument as onepass does, and nothing else depends on it."""
     padding = name is _MASK
     own = _run(stack, value if padding else None, **({} if padding else {name: value}))
@@ -412,10 +424,9 @@ def _reads(stack: Any, name: str, value: Tensor, seen: list[Tensor], attends: li
         return False
     if any(mask is not None for run in (own, marked) for mask in run.without(attends)):
         return False
-    document = starts_of(value, padding).cumsum(-1)
-    together = document[:, :, None] == document[:, None, :]
+    starts = starts_of(value, padding)
     kept = value.bool() if padding else torch.ones_like(value, dtype=torch.bool)
-    return all(_hides(mask, each & together, kept) for mask, each in zip(own.of(attends), seen, strict=True))
+    return all(_hides(mask, _seen(reach, starts), kept) for mask, reach in zip(own.of(attends), reaches, strict=True))
 
 
 def _words(match: Stack) -> str:
@@ -423,9 +434,9 @@ def _words(match: Stack) -> str:
     packs = match.packs or (match.mixes and not match.leaks)
     kinds = [name for name, there in (("packed", packs), ("padded", match.pads)) if there]
     words = [f"documents for {' and '.join(kinds)} masks" if kinds else "no masks"]
-    windows = sorted({each.window for each in attentions if each.window is not None})
-    if windows:
-        words.append(f"windows of {', '.join(map(str, windows))}")
+    for kind in ("window", "chunk"):
+        sizes = sorted({size for each in attentions if (size := getattr(each.reach, kind)) is not None})
+        words += [f"{kind}s of {', '.join(map(str, sizes))}"] if sizes else []
     if any(each.interface is not None and each.interface.sinks for each in attentions):
         words.append("sinks")
     return ", ".join(words)

@@ -27,9 +27,9 @@ class Rotation:
     layout: str  # of tables: every value twice, in "halves" or in "pairs", or "once"; or "complex": cos and sin are parts of one
     single: bool = False  # its function takes q or k alone
 
-    def tables(self, *given: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert tables [B, S, R] to [S, R/2], or to [B, S, R/2] if each sequence has its own positions."""
-        cos, sin = (given[0].real, given[0].imag) if self.layout == "complex" else map(self.half, given)
+    def tables(self, given: Any) -> tuple[Tensor, Tensor]:
+        """Convert tables [B, S, R], or a complex one, to [S, R/2], or to [B, S, R/2] if each sequence has its own positions."""
+        cos, sin = (given.real, given.imag) if self.layout == "complex" else map(self.half, given)
         return (cos[0], sin[0]) if cos.shape[0] == 1 else (cos, sin)
 
     def half(self, table: Tensor) -> Tensor:
@@ -43,13 +43,19 @@ class Rotation:
             return half
         return half.repeat_interleave(2, -1) if self.layout == "pairs" else torch.cat([half, half], -1)
 
+    def given(self, angles: Tensor, size: float = 1.0) -> Any:
+        """Return tables of angles [B, S, R/2] as the model has them, times a size."""
+        if self.layout == "complex":
+            return torch.polar(torch.full_like(angles, size), angles)
+        return self.doubled(angles.cos() * size), self.doubled(angles.sin() * size)
+
     @property
     def function(self) -> Callable[..., Any]:
         return _function_of_one(self) if self.single else _function_of(self)
 
 
 HALVES = Rotation(False, "halves")
-COMPLEX = Rotation(True, "complex")  # DeepSeek V2's, by another function
+COMPLEX = Rotation(True, "complex")  # DeepSeek V2's and Llama 4's, by another function
 SINGLE = Rotation(False, "halves", single=True)  # Gemma 4's
 ROTATIONS = (
     HALVES, Rotation(True, "pairs"), Rotation(False, "once"), Rotation(True, "halves"), Rotation(True, "once"), SINGLE,
@@ -60,7 +66,7 @@ ROTATIONS = (
 def _function_of(how: Rotation) -> Callable[..., tuple[Tensor, Tensor]]:
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         """Rotate q and k. unsqueeze_dim: their dimension of heads, 1 or 2."""
-        tables = how.tables(cos, sin)
+        tables = how.tables((cos, sin))
         if unsqueeze_dim == 2:
             return rope(q, k, *tables, interleaved=how.interleaved)
         q, k = rope(q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=how.interleaved)
@@ -74,7 +80,7 @@ def _function_of_one(how: Rotation) -> Callable[..., Tensor]:
     def rotated(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
         """Rotate x. unsqueeze_dim: its dimension of heads, 1 or 2."""
         heads = x if unsqueeze_dim == 2 else x.transpose(1, 2)
-        y, _ = rope(heads, heads[..., :0, :], *how.tables(cos, sin), interleaved=how.interleaved)
+        y, _ = rope(heads, heads[..., :0, :], *how.tables((cos, sin)), interleaved=how.interleaved)
         return y if unsqueeze_dim == 2 else y.transpose(1, 2)
 
     return rotated
@@ -163,18 +169,29 @@ def _makers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if "rotary" in type(module).__name__.lower()]
 
 
-def _gives(maker: nn.Module, how: Rotation) -> bool:
+def turns_alone(model: nn.Module, how: Rotation) -> bool:
+    """Whether the tables, which are read as `how` says, have no factor: heads keep their lengths."""
+    halves = (how.tables(given) for maker in _makers(model) for given in _tables_of(maker))
+    return all(torch.allclose(cos.float() ** 2 + sin.float() ** 2, torch.ones((), device=cos.device)) for cos, sin in halves)
+
+
+def _tables_of(maker: nn.Module) -> list[Any]:
+    """Return what a module makes of eight positions, for each type of layer; nothing where it can't be called."""
     device = next((buffer.device for buffer in maker.buffers()), torch.device("cpu"))
     if device.type == "meta":
-        return False
+        return []
     x, positions = torch.zeros(1, 8, 4, device=device), torch.arange(8, device=device)[None]
     try:
-        tables = [maker(x, positions, *more) for more in _more_arguments(maker)]
+        return [maker(x, positions, *more) for more in _more_arguments(maker)]
     except Exception:
-        return False
+        return []
+
+
+def _gives(maker: nn.Module, how: Rotation) -> bool:
+    tables = _tables_of(maker)
     if how.layout == "complex" or any(isinstance(pair, Tensor) for pair in tables):
-        return how.layout == "complex" and all(isinstance(pair, Tensor) and pair.is_complex() for pair in tables)
-    return all(table.dim() == 3 and table.equal(how.doubled(how.half(table))) for pair in tables for table in pair)
+        return bool(tables) and how.layout == "complex" and all(isinstance(t, Tensor) and t.is_complex() for t in tables)
+    return bool(tables) and all(t.dim() == 3 and t.equal(how.doubled(how.half(t))) for pair in tables for t in pair)
 
 
 def _more_arguments(maker: nn.Module) -> Iterable[tuple[Any, ...]]:
