@@ -123,14 +123,12 @@ def draw(case: Case, seed: int = 0):
 @contextlib.contextmanager
 def small_tiles(module, small: bool = True):
     """Patch the module's tiles to 16 and 32 tokens."""
-    forward, backward = module.attend.__globals__, module.attend_backward.__globals__  # a mutant's can't be imported
-
-    def tiles(*sizes):
-        return lambda *_: forward["AttentionTiles"](*sizes, 4, 1)
-
-    of_forward = {"forward_tiles": tiles(32, 16)} if small else {}
-    of_backward = {"dq_tiles": tiles(32, 16), "dk_dv_tiles": tiles(16, 32)} if small else {}
-    with replaced(forward, **of_forward), replaced(backward, **of_backward):
+    passes = [each.__globals__ for each in (module.attend, module.attend_backward) if each is not None]  # a test takes one away
+    sizes = {"forward_tiles": (32, 16), "dq_tiles": (32, 16), "dk_dv_tiles": (16, 32)} if small else {}
+    with contextlib.ExitStack() as stack:
+        for names in passes:  # a mutant's can't be imported
+            tiles = {name: names["AttentionTiles"](*size, 4, 1) for name, size in sizes.items() if name in names}
+            stack.enter_context(replaced(names, **{name: lambda *_, tile=tile: tile for name, tile in tiles.items()}))
         yield
 
 

@@ -155,7 +155,7 @@ MUTANTS = {
     "the weight's gradient of x itself": (product, "PlainProduct.start_input", "rows = made.rows", "rows = kept[0]", "values"),
     "d norm(x) forgotten": (
         product, "PlainProduct.output_gradient",
-        "(started.addmm_ if ours else started.addmm)(rows, weight)", "(rows @ weight)", "values",
+        "add_matmul(started, rows, weight) if ours else started.addmm(rows, weight)", "rows @ weight", "values",
     ),
     "dx over the caller's gradient": (function, "_alone", "ours=dy is not None", "ours=True", "writes"),
     "few rows' y without its bias": (few_rows, "_row_gradient", "load_vector(bias_ptr, columns, columns < H)", "0.0", "values"),

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.distributed.collectives import Pending, group_of_several, start_all_gather, start_all_reduce, start_reduce_scatter
+from onepass.runtime.dispatch import add_matmul
 
 
 class TPLayout(NamedTuple):
@@ -93,9 +94,9 @@ def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout 
 
 def _started(x: Tensor, weight: Tensor, bias: Tensor | None, start: Start) -> Tensor:
     if x.dim() == 2:
-        return start(x, weight.shape[0], bias).addmm_(x, weight.t())
+        return add_matmul(start(x, weight.shape[0], bias), x, weight.t())
     y = start(x, weight.shape[0], bias)
-    return y.addmm_(rows_of(x), weight.t()).view(*x.shape[:-1], -1 if y.numel() else weight.shape[0])
+    return add_matmul(y, rows_of(x), weight.t()).view(*x.shape[:-1], -1 if y.numel() else weight.shape[0])
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from onepass.distributed.tensor_parallel import Start, TPLayout, row_gradients, 
 from onepass.gradients.main_grad import GradRequest, weight_gradient
 from onepass.product.prologue import Inputs, Keep, Kept, Needs, Prologue, PrologueGradients
 from onepass.product.rows import rows_in
-from onepass.runtime.dispatch import cast
+from onepass.runtime.dispatch import add_matmul, cast
 from onepass.runtime.fp8 import FP8Target
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class PlainProduct(NamedTuple):
             return drows if came is None or drows is None else drows.add_(came.view(drows.shape)), dy if later else whole
         rows = rows_of(dy)  # one rounding for both
         started = came if came.dim() == 2 else came.reshape(rows.shape[0], weight.shape[1])
-        drows = (started.addmm_ if ours else started.addmm)(rows, weight)
+        drows = add_matmul(started, rows, weight) if ours else started.addmm(rows, weight)
         return drows if came.dim() == 2 else drows.view(came.shape), dy
 
     def weight_gradient(

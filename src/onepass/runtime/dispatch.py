@@ -53,6 +53,14 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def add_matmul(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """Return y + x @ w in y's memory, and from a compiler in memory that it chooses.
+
+    PyTorch 2.11's compiler gives zeros for the gradients of a Function whose result was written in place after an op made it.
+    """
+    return y.addmm(x, w) if torch.compiler.is_compiling() else y.addmm_(x, w)
+
+
 def writable(y: Tensor) -> Tensor:
     """Return what a Function returns for y, so that its caller may write to it in place.
 
