@@ -31,7 +31,7 @@ SHAPE = (1, 16384)
 # the first that a kernel's name holds, in this order
 KINDS = {
     "delta rule": r"tilelang|gated_delta|gdr|kkt|chunk_(fwd|bwd|local|scan|state)|recompute_w_u|state_passing|bmm_chunk",
-    "attention": r"attn|fmha|sdpa|flash|attend|attention",
+    "attention": r"attn|fmha|sdpa|flash|attend|attention|_dq_kernel|_dk_dv_kernel|_dsinks_kernel",
     "products": r"gemm|nvjet|cutlass|cublas|splitK|grouped",
 }
 _WARM = 2
