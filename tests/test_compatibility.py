@@ -18,8 +18,8 @@ ROWS = {
 INTEGRATIONS = {
     path.stem for path in (ROOT / "src" / "onepass" / "integrations").iterdir() if path.suffix == ".py" or path.is_dir()
 } - {
-    "__init__", "__pycache__", "attention_backends", "compiled_mlp", "norm_backends", "seams", "tested", "torchtitan_configs",
-    "torchtitan_experts", "torchtitan_loss",
+    "__init__", "__pycache__", "attention_backends", "compiled_mlp", "delta_net", "norm_backends", "seams", "tested",
+    "torchtitan_configs", "torchtitan_experts", "torchtitan_loss",
 }  # fmt: skip
 PAGES = {"huggingface": "transformers", "megatron": "megatron-core", "torchtitan": "torchtitan", "trl": "trl", "verl": "verl"}
 

@@ -153,7 +153,6 @@ def uncovered(recorded: Iterable[Launch]) -> list[str]:
 # (docs/notes/0002-norm.md), 5 % (0007), and 3 to 12 % where more programs share a multiprocessor (0014). Two spilled instructions
 # are also allowed where a row is one element.
 ALLOWED_SPILLS = {
-    ("attention.rope_norm_kernels rope_norm_backward", "rope 16/2x256 64 rotated normed", 90): 2,
     ("norm.backward rows", "layer_norm 2048x5000", 100): 8,
     ("loss.whole_row_kernels both", "linear_cross_entropy 2048x128256 known_grad_scale", 100): 4,
     ("loss.whole_row_kernels both", "linear_cross_entropy 2048x128256 known_grad_scale smoothing", 90): 2,

@@ -455,9 +455,8 @@ def test_bits_may_differ_where_pytorch_lets_them(monkeypatch):
     assert asked and not any(options["deterministic"] for options in asked)
 
 
-@pytest.mark.parametrize("family", ("Ministral3", "OPT"))
-def test_a_products_parts_give_their_gradients_back_at_once(family):
-    model = made(family)
+def test_a_products_parts_give_their_gradients_back_at_once():
+    model = made("OPT")
     huggingface.apply(model)
     loss = model(**batch()).loss
     with torch.profiler.profile() as profile:
