@@ -262,7 +262,7 @@ MUTANTS = {
     "halves for pairs": (module, "_options", 'interleaved=given["interleaved"]', "interleaved=False"),
     "a bias's gradient without the weight": (*BIAS, "lora_gradient(factors,", "lora_gradient(factors.sign(),"),
     "a bias of tokens, its gradient as of rows": (*BIAS, "None, ends is not None, NO", "None, True, NO"),
-    "a bias of the first experts": (expert_bias, "add_weighted_bias", "chosen[:, j, None] ==", "chosen[:, :1] =="),
+    "a bias of the first experts": (expert_bias, "add_weighted_bias", "chosen[..., None] ==", "chosen[:, :1, None] =="),
     "no gradient of weights by a bias": (*BIAS, "if column is not None", "if False"),
     "a transposed weight's gradient as of others": (*LAYER, "if product.transposed else (dy, rows)", "if False else (dy, rows)"),
     "x's gradient without LoRA": (*LAYER, "if u is not None:", "if False:"),

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from onepass.integrations import huggingface
@@ -13,7 +14,7 @@ from onepass.testing.mutants import mutate
 
 __all__ = [
     "FAMILIES", "MOE", "SMALL", "SPECIAL", "VOCABULARY", "assert_alike", "assert_documents_are_apart", "batch", "both", "made",
-    "mutant_of", "step",
+    "mutant_of", "mutant_tests", "step",
 ]  # fmt: skip
 
 FAMILIES = {  # test_families.py runs all
@@ -55,3 +56,20 @@ def mutant_of(monkeypatch, module, *change):
     with monkeypatch.context() as patched:
         patched.delenv("TRITON_INTERPRET", raising=False)
         return mutate(module, *change, entry=applied_module)
+
+
+def mutant_tests(mutants, is_right, *more):
+    """Return two tests: each mutant raises in `is_right`, one of the usual errors or of `more`, and what is there does not."""
+    errors = AssertionError, RuntimeError, TypeError, ValueError, *more
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", mutants)
+    def test_a_mutant_is_found(name, monkeypatch):
+        mutant = mutant_of(monkeypatch, *mutants[name])
+        with pytest.raises(errors):
+            is_right(mutant)
+
+    def test_what_mutants_are_tried_on_is_right():
+        is_right(applied_module)
+
+    return test_a_mutant_is_found, test_what_mutants_are_tried_on_is_right

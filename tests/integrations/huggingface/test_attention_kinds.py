@@ -7,11 +7,10 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import assert_alike, batch, made, mutant_of, step
+from integrations.huggingface.families import assert_alike, batch, made, mutant_tests, step
 
 import onepass
 from onepass.integrations import huggingface
-from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import attention_trials, attentions, rotation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE scaling factor")
@@ -140,13 +139,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name, monkeypatch):
-    mutant = mutant_of(monkeypatch, *MUTANTS[name])
-    with pytest.raises((AssertionError, RuntimeError, TypeError, ValueError)):
-        all_kinds_are_right(mutant)
-
-
-def test_what_mutants_are_tried_on_is_right():
-    all_kinds_are_right(applied_module)
+test_a_mutant_is_found, test_what_mutants_are_tried_on_is_right = mutant_tests(MUTANTS, all_kinds_are_right)

@@ -9,12 +9,11 @@ from torch import nn
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import assert_alike, batch, made, mutant_of, step
+from integrations.huggingface.families import assert_alike, batch, made, mutant_tests, step
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
 
 import onepass
 from onepass.integrations import huggingface
-from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import delta_mixers, layers, mixers
 from onepass.integrations.huggingface.mixers import CONVOLUTION
 
@@ -179,10 +178,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name, monkeypatch):
-    all_is_right(applied_module)
-    mutant = mutant_of(monkeypatch, *MUTANTS[name])
-    with pytest.raises((AssertionError, AttributeError, RuntimeError, TypeError, ValueError)):
-        all_is_right(mutant)
+test_a_mutant_is_found, test_what_mutants_are_tried_on_is_right = mutant_tests(MUTANTS, all_is_right, AttributeError)

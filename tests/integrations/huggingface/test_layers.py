@@ -9,11 +9,10 @@ from torch import nn
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import assert_alike, batch, made, mutant_of, step
+from integrations.huggingface.families import assert_alike, batch, made, mutant_tests, step
 
 import onepass
 from onepass.integrations import delta_net, huggingface
-from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import delta_rules, layer_steps, layer_trace, layers
 from onepass.integrations.huggingface.layer_steps import FoldedCall
 from onepass.integrations.huggingface.layers import LayerMatch
@@ -471,10 +470,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name, monkeypatch):
-    all_layers_are_right(applied_module)
-    mutant = mutant_of(monkeypatch, *MUTANTS[name])
-    with pytest.raises((AssertionError, AttributeError, RuntimeError, TypeError, ValueError)):
-        all_layers_are_right(mutant)
+test_a_mutant_is_found, test_what_mutants_are_tried_on_is_right = mutant_tests(MUTANTS, all_layers_are_right, AttributeError)

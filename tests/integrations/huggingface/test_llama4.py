@@ -10,12 +10,11 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 import transformers
-from integrations.huggingface.families import VOCABULARY, assert_alike, batch, made, mutant_of, step
+from integrations.huggingface.families import VOCABULARY, assert_alike, batch, made, mutant_tests, step
 from integrations.huggingface.test_packing import BATCHES, error
 
 import onepass
 from onepass.integrations import huggingface
-from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import attention_trials, attentions, documents, masks, query_factors
 from onepass.integrations.huggingface.documents import chunks_of
 from onepass.integrations.huggingface.families import FAMILIES
@@ -268,13 +267,6 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name, monkeypatch):
-    mutant = mutant_of(monkeypatch, *MUTANTS[name])
-    with pytest.raises((AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)):
-        all_kinds_are_right(mutant)
-
-
-def test_what_mutants_are_tried_on_is_right():
-    all_kinds_are_right(applied_module)
+test_a_mutant_is_found, test_what_mutants_are_tried_on_is_right = mutant_tests(
+    MUTANTS, all_kinds_are_right, AttributeError, IndexError, KeyError
+)

@@ -7,11 +7,10 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import VOCABULARY, assert_alike, batch, made, mutant_of, step
+from integrations.huggingface.families import VOCABULARY, assert_alike, batch, made, mutant_tests, step
 
 import onepass
 from onepass.integrations import huggingface
-from onepass.integrations.huggingface import applied as applied_module
 from onepass.integrations.huggingface import convolutions, document_trials, masks
 from onepass.integrations.huggingface.document_trials import parts_documents
 
@@ -191,10 +190,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(name, monkeypatch):
-    all_is_right(applied_module)
-    mutant = mutant_of(monkeypatch, *MUTANTS[name])
-    with pytest.raises((AssertionError, AttributeError, RuntimeError, TypeError, ValueError, UserWarning)):
-        all_is_right(mutant)
+test_a_mutant_is_found, test_what_mutants_are_tried_on_is_right = mutant_tests(MUTANTS, all_is_right, AttributeError, UserWarning)

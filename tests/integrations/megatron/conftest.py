@@ -33,3 +33,13 @@ def on_cpu(one_rank, monkeypatch):
 
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@pytest.fixture
+def installed(on_cpu):
+    """HybridStack's last norm is Transformer Engine's, or ours."""
+    from onepass.integrations import megatron
+
+    seams = megatron.install()
+    yield seams
+    seams.undo()

@@ -23,14 +23,6 @@ DELTA = KINDS["RMSNorm, swiglu"] | LINEAR
 MAMBA = KINDS["RMSNorm, swiglu"] | {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 4}
 
 
-@pytest.fixture
-def installed(on_cpu):
-    """HybridStack's last norm is Transformer Engine's, or ours."""
-    seams = megatron.install()
-    yield seams
-    seams.undo()
-
-
 def without_fla(patch):
     """Let Megatron's mixer run without the package whose kernels it takes by default: its own formula of the rule needs none."""
     from megatron.core.ssm import gated_delta_net as gdn

@@ -23,14 +23,6 @@ def hybrid_model(config, pattern, spec=None):
     return hybrid.HybridModel(config, spec, 64, 16, hybrid_layer_pattern=pattern, position_embedding_type="rope")
 
 
-@pytest.fixture
-def installed(on_cpu):
-    """HybridStack's last norm is Transformer Engine's, or ours."""
-    seams = megatron.install()
-    yield seams
-    seams.undo()
-
-
 def test_hybrid_stack(installed):
     config = config_of(**PLAIN)
     logits = step(hybrid_model(config, "*-"))

@@ -13,23 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.linear_layers import base_of, is_linear, sizes_of
-from onepass.integrations.huggingface.mixers import MixerMatch
+from onepass.integrations.huggingface.mixers import mixer_of
 from onepass.integrations.huggingface.probe import Function, probe, probe_forward, randn
 from onepass.runtime.backend import use_backend
 
-LENGTHS = "cu_seq_lens_q"
+LENGTHS_OF_Q = "cu_seq_lens_q"  # an argument
 _SIZES = (3, 5)  # of the documents
 _SLACK, _SEEN = 1e-4, 1e-2  # transformers' mixers compute in fp32; what a token of another document changes is more
 
 
 def mixers_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules of a layer that mix tokens but are no attention that gets a mask, by name."""
-    return [(name, each) for name, each in layer.named_modules() if _mixer(each) is not None or _is_other_attention(each)]
-
-
-def _mixer(module: nn.Module) -> MixerMatch | None:
-    match = vars(module).get("_onepass")
-    return match if isinstance(match, MixerMatch) and match.module is module else None
+    return [(name, each) for name, each in layer.named_modules() if mixer_of(each) is not None or _is_other_attention(each)]
 
 
 def _is_other_attention(module: nn.Module) -> bool:
@@ -39,7 +34,7 @@ def _is_other_attention(module: nn.Module) -> bool:
 
 def parts_documents(module: nn.Module) -> bool:
     """Whether each document's result is as it is alone."""
-    match = _mixer(module)
+    match = mixer_of(module)
     code = type(module).forward if match is None else match.original
     width = next((sizes_of(base_of(child))[0] for child in module._modules.values() if is_linear(base_of(child))), None)
     if width is None:
@@ -47,7 +42,7 @@ def parts_documents(module: nn.Module) -> bool:
     x, boundaries = randn(1, sum(_SIZES), width), torch.tensor([0, _SIZES[0], sum(_SIZES)], dtype=torch.int32, device="cpu")
     made = _small(module)
     with use_backend("torch"):
-        together, unparted = (_run(made, x, code, given) for given in ({LENGTHS: boundaries}, {}))
+        together, unparted = (_run(made, x, code, given) for given in ({LENGTHS_OF_Q: boundaries}, {}))
         alone = [_run(made, part, code, {}) for part in x.split(_SIZES, 1)]
     if together is None or unparted is None or any(each is None for each in alone):
         return False

@@ -46,13 +46,14 @@ def documents_of_rows(
         raise Refused(f"{name} in a captured graph")
     ids_or_mask = ids_or_mask.to(device, non_blocking=True)
     starts = starts_of(ids_or_mask, padding).expand(rows, tokens)
-    wrong = has_holes(ids_or_mask) if padding else (starts & (ids_or_mask != 0)).any()
+    begins = starts & (ids_or_mask != 0) if from_zero else starts.new_zeros(1)
+    wrong = has_holes(ids_or_mask) if padding else begins.any()
     count, is_wrong = torch.stack([starts.sum(), wrong.long()]).tolist()
     if is_wrong and padding:
         raise Refused("attention_mask with holes")
     if count == rows:
         return None
-    if is_wrong and from_zero:
+    if is_wrong:
         raise Refused("position_ids of documents that don't begin at 0, in layers with chunks")
     numbers = torch.arange(1, count + 2, device=device)
     return torch.searchsorted(starts.flatten().cumsum(0), numbers, out_int32=True)  # past the last document: all tokens

@@ -28,7 +28,7 @@ from onepass.integrations.huggingface.layer_steps import (
     Taker,
 )
 from onepass.integrations.huggingface.layer_trace import LayerArguments, find_program, run_code
-from onepass.integrations.huggingface.mixers import MixerMatch
+from onepass.integrations.huggingface.mixers import MixerMatch, mixer_of
 from onepass.integrations.huggingface.mlps import MLPMatch
 from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
@@ -89,7 +89,7 @@ def find_layer(
     takers = {
         name: match
         for name, child in children.items()
-        if (match := attentions.get(child) or mlps.get(child) or _mixer(child)) is not None
+        if (match := attentions.get(child) or mlps.get(child) or mixer_of(child)) is not None
     }
     program = joined(found.program, own_norms, takers)
     if not any(isinstance(step, JoinedNorm | FoldedCall) for step in program.steps):
@@ -98,11 +98,6 @@ def find_layer(
         shared = any(sum(step.reads.count(y) for step in steps) > 1 for y in results)
         return _SHARED if shared else _NOTHING_JOINED
     return LayerMatch(module, program, found.arguments)
-
-
-def _mixer(child: nn.Module) -> MixerMatch | None:
-    match = vars(child).get("_onepass")
-    return match if isinstance(match, MixerMatch) and match.module is child else None
 
 
 def joined(program: Program, norms: dict[str, NormMatch], takers: Mapping[str, Taker]) -> Program:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
-from onepass.integrations.huggingface.document_trials import mixers_in, parts_documents
+from onepass.integrations.huggingface.document_trials import LENGTHS_OF_Q, mixers_in, parts_documents
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
 from onepass.integrations.huggingface.interfaces import NOTHING, KeyRange, documents_of, marker_of, masks_nothing
 from onepass.integrations.huggingface.layer_trace import hands_on
@@ -30,7 +30,6 @@ from onepass.ops.attention.attention import LONGEST
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.runtime.backend import choose
 
-LENGTHS_OF_Q = "cu_seq_lens_q"
 _INPUTS = frozenset(  # these mask nothing
     ("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels", "output_router_logits")
 )

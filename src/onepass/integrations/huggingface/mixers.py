@@ -107,6 +107,12 @@ class MixerMatch:
         return linear_of(layer, x) if read is not x or self.first is None else self.first(x, folded)
 
 
+def mixer_of(module: nn.Module) -> MixerMatch | None:
+    """Return the module's match, or None where it is no mixer that onepass runs."""
+    match = vars(module).get("_onepass")
+    return match if isinstance(match, MixerMatch) and match.module is module else None
+
+
 def replace_mixers(model: nn.Module, patches: Patches) -> list[AppliedRow]:
     rows = []
     right: dict[Any, bool] = {}

@@ -24,11 +24,10 @@ class _ExpertBias(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor | None, bias: Tensor, ends: Tensor | None, t: Tensor, name: str, written: WrittenNames | None
     ) -> Tensor:  # fmt: skip
-        """t: [M], or without ends [T, E] of the result's type."""
-        dtype = t.dtype if y is None else y.dtype
-        of_rows, needs = ends is not None, ctx.needs_input_grad
-        column = cast(bias, dtype).unsqueeze(-1) if of_rows else cast(bias, dtype).mT
-        factors = cast(t, dtype).unsqueeze(-1) if of_rows else t
+        """t: [M, 1], or without ends [T, E]."""
+        dtype, needs = t.dtype if y is None else y.dtype, ctx.needs_input_grad
+        column = cast(bias, dtype).mT if ends is None else cast(bias, dtype).unsqueeze(-1)
+        factors = cast(t, dtype)
         ctx.name, ctx.written = name, written
         ctx.bias, ctx.t_type = bias, t.dtype
         ctx.main_grads = main_grads_of(needs[1:2], bias)
@@ -42,11 +41,9 @@ class _ExpertBias(torch.autograd.Function):
         factors, ends, column = ctx.saved_tensors
         request, sums, dbias, dt = grad_requests(ctx, 2)[1], None, None, None
         if request is not GradRequest.SKIP:
-            sums = lora_gradient(factors, dy, ends, None, ends is not None, NO_DROPOUT)
-            sums = sums if ends is None else sums.squeeze(-1)
+            sums = lora_gradient(factors, dy, ends, None, ends is not None, NO_DROPOUT).view(ctx.bias.shape)
         if column is not None:
-            dt = lora_shrink(dy, column, ends, None, None, 1.0, NO_DROPOUT)
-            dt = cast(dt if ends is None else dt.squeeze(-1), ctx.t_type)
+            dt = cast(lora_shrink(dy, column, ends, None, None, 1.0, NO_DROPOUT), ctx.t_type)
         if sums is not None:
             dbias = vector_gradient(sums, ctx.bias, ctx.main_grads[0], request)
             note_written(ctx.written, ctx.name, ctx.main_grads[0], request)
@@ -62,7 +59,8 @@ def add_expert_bias(
     """
     if bias is None:
         return y
-    added: Tensor = _ExpertBias.apply(y, bias, ends, y.new_ones(y.shape[0]) if t is None else t, name, written)
+    factors = y.new_ones(y.shape[0], 1) if t is None else t.unsqueeze(-1)
+    added: Tensor = _ExpertBias.apply(y, bias, ends, factors, name, written)
     return added
 
 
@@ -76,6 +74,6 @@ def add_weighted_bias(
     if bias is None:
         return y
     experts = torch.arange(bias.shape[0], device=chosen.device)
-    mix = sum(torch.where(chosen[:, j, None] == experts, weights[:, j, None], 0) for j in range(chosen.shape[1]))
+    mix = torch.where(chosen[..., None] == experts, weights[..., None], 0).sum(1)
     added: Tensor = _ExpertBias.apply(y, bias, None, mix, name, written)
     return added
