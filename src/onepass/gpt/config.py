@@ -155,6 +155,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "untie_embeddings_and_output_weights": True,
     },
+    # Llama 3 8B
+    "8B": {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rotary_base": 500000.0,
+        "untie_embeddings_and_output_weights": True,
+    },
 }
 
 

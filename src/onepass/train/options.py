@@ -117,4 +117,5 @@ TRAINING: dict[str, dict[str, int | float]] = {
     "350M": {"seq_length": 1024, "micro_batch_size": 8, "lr": 3e-4, "lr_warmup_iters": 100, "train_iters": 1000},
     "1B": {"seq_length": 4096, "micro_batch_size": 4, "lr": 2e-4, "lr_warmup_iters": 100, "train_iters": 1000},
     "7B": {"seq_length": 4096, "micro_batch_size": 1, "lr": 1e-4, "lr_warmup_iters": 100, "train_iters": 1000},
+    "8B": {"seq_length": 8192, "micro_batch_size": 1, "lr": 1e-4, "lr_warmup_iters": 100, "train_iters": 1000},
 }
