@@ -1,4 +1,4 @@
-"""A whole optimizer step over fp32 gradients, in one pass and in five.
+"""A whole optimizer step, in one pass and in several: over fp32 gradients in main_grad, and over `.grad` in the weights' type.
 
     python benchmarks/adamw.py [--json FILE] [--dtype bf16] [--small]
 
@@ -10,9 +10,12 @@ MainGrads has them. Milliseconds, medians over the rounds; peak MiB above what w
     masters            MasterWeights over torch.optim.AdamW(fused=True), and zero_()
     masters, clipped   the same with clip_(1) before
     apex               the same with Apex's FusedAdam, where it is installed
+    .grad: onepass     ShardedAdamW, moments in the weights' type; and with masters and fp32 moments; clipped by step(max_norm=1)
+    .grad: torch       torch.optim.AdamW(fused=True); clipped by clip_grad_norm_
 
-"of copy" is the bandwidth that 32 bytes a parameter (34 of fp16; 4 more where clipped) make of the time, as a part of what a copy
-reaches in the same run. The bar is .85. --small is a size for a CPU, by the clock on the wall.
+"of copy" is the bandwidth that the step's bytes make of the time, as a part of what a copy reaches in the same run. The bytes are
+32 a parameter (34 of fp16; 4 more where clipped), and of .grad 14 in bf16 (with masters 26; 2 more where clipped), 28 in fp32 (4
+more). The bar is .85. --small is a size for a CPU, by the clock on the wall.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from onepass.parallel import AdamW, MainGrads, MasterWeights
+from onepass.parallel import AdamW, MainGrads, MasterWeights, ShardedAdamW
 from onepass.runtime.ceilings import clock_for, copy_bandwidth
 
+MakeStep = Callable[[MainGrads, float | None], Callable[[], object]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CLIP = 1.0
 
@@ -85,30 +90,48 @@ class Bench:
         self.held = torch.cuda.memory_allocated() if device.type == "cuda" else 0  # by the clock
         self.copy = 1e9 * copy_bandwidth(self.clock, min(1 << 30, 4 * self.parameters))
 
-    def row(
-        self, name: str, make: Callable[[MainGrads, float | None], Callable[[], object]], clip: float | None
-    ) -> dict[str, Any]:
+    def weights(self) -> list[nn.Parameter]:
         torch.manual_seed(0)
-        weights = [nn.Parameter((torch.randn(size, device=self.device) * 0.02).to(self.dtype)) for size in self.sizes]
-        main_grads = MainGrads(weights)
+        return [nn.Parameter((torch.randn(size, device=self.device) * 0.02).to(self.dtype)) for size in self.sizes]
+
+    def of_main_grads(self, name: str, make: MakeStep, clip: float | None) -> dict[str, Any]:
+        main_grads = MainGrads(self.weights())
         for buffer in main_grads.buffers:
             buffer.normal_()
-        step = make(main_grads, clip)
+        floor = (34 if self.dtype is torch.float16 else 32) + 4 * (clip is not None)
+        found = self.row(name, make(main_grads, clip), clip, floor)
+        main_grads.close()
+        return found
+
+    def of_grads(self, name: str, make: Callable[[list[nn.Parameter]], Any], floor: int, clip: float | None) -> dict[str, Any]:
+        weights = self.weights()
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer = make(weights)
+
+        def step() -> None:
+            if clip is None or isinstance(optimizer, ShardedAdamW):
+                optimizer.step(**({} if clip is None else {"max_norm": clip}))
+            else:
+                nn.utils.clip_grad_norm_(weights, clip)
+                optimizer.step()
+
+        return self.row(name, step, clip, floor + weights[0].element_size() * (clip is not None))
+
+    def row(self, name: str, step: Callable[[], object], clip: float | None, floor: int) -> dict[str, Any]:
         step()  # state is made
         ms = self.clock.median(lambda _: step(), rounds=self.rounds)
         found = {"name": name + (", clipped" if clip is not None else ""), "ms": ms}
-        floor = (34 if self.dtype is torch.float16 else 32) + 4 * (clip is not None)
         found["of_copy"] = floor * self.parameters / (ms / 1e3) / self.copy
         if self.device.type == "cuda":
             found["kept_mib"] = (torch.cuda.memory_allocated() - self.held) / 2**20
             torch.cuda.reset_peak_memory_stats()
             step()
             found["peak_mib"] = (torch.cuda.max_memory_allocated() - self.held) / 2**20 - found["kept_mib"]
-        main_grads.close()
         return found
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        makes: dict[str, Callable[[MainGrads, float | None], Callable[[], object]]] = {
+        makes: dict[str, MakeStep] = {
             "onepass": onepass_step,
             "masters": lambda main_grads, clip: masters_step(_torchs, main_grads, clip),
         }
@@ -116,7 +139,19 @@ class Bench:
             makes["apex"] = lambda main_grads, clip: masters_step(_apexs, main_grads, clip)
         for name, make in makes.items():
             for clip in (None, CLIP):
-                yield self.row(name, make, clip)
+                yield self.of_main_grads(name, make, clip)
+        if self.dtype is torch.float16:
+            return  # ShardedAdamW has no masters of fp16
+        floor = 7 * self.dtype.itemsize
+        over_grad: dict[str, tuple[Callable[[list[nn.Parameter]], Any], int]] = {
+            ".grad: onepass": (partial(ShardedAdamW, lr=1e-4), floor),
+            ".grad: torch": (_torchs, floor),
+        }
+        if self.dtype is torch.bfloat16:
+            over_grad[".grad: onepass, masters"] = partial(ShardedAdamW, lr=1e-4, masters=True, moments="fp32"), 26
+        for name, (made, bytes_moved) in over_grad.items():
+            for clip in (None, CLIP):
+                yield self.of_grads(name, made, bytes_moved, clip)
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:

@@ -30,6 +30,7 @@ from onepass.bench.huggingface_cases import (
     OURS_COMPILED,
     OURS_FP8,
     OURS_PACKED,
+    OURS_TORCHS_ADAMW,
     UNSLOTH,
     AcceptanceBar,
     ModelCase,
@@ -375,7 +376,7 @@ def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pyt
     calls = processes(lambda name: fine(name, 2.0 if name == EAGER else 1.0))
     file = tmp_path / "run.json"
     assert bench("huggingface", "--json", str(file)) == 0
-    on_cpu = (EAGER, OURS, OURS_FP8, OURS_PACKED)
+    on_cpu = (EAGER, OURS, OURS_TORCHS_ADAMW, OURS_FP8, OURS_PACKED)
     assert calls == [(case.name, name) for case in cases(quick=True) for name in on_cpu if name in case.contenders]
     said = capsys.readouterr()
     assert "llama 2 x 64 bf16, sdpa attention" in said.out
@@ -393,7 +394,7 @@ def test_a_table_for_each_case(processes: Processes, tmp_path: Path, capsys: pyt
     assert rows_of(file)[LLAMA.name, OURS]["shape"] == [2, 64]
     assert {row["status"] for row in record["rows"]} == {"ok", "skipped"}
     reached_by = {bar["contender"]: bar["reached"] for bar in record["bars"]}
-    assert reached_by == {OURS: True, OURS_COMPILED: None, OURS_FP8: True, OURS_PACKED: True}
+    assert reached_by == {OURS: True, OURS_TORCHS_ADAMW: True, OURS_COMPILED: None, OURS_FP8: True, OURS_PACKED: True}
 
 
 def test_one_that_fails_is_a_row(processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu.calls import captured, deterministic_algorithms, memory_goes_back, needs_60_gib, nobody_waits, taken
-from parallel import histories
+from parallel import histories, test_sharded_adamw
 from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, fed, gradients_of, judge, kept, named, parameters_of
 from torch import nn
 
@@ -32,6 +32,17 @@ def made(dtype=BF16, shapes=SHAPES, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_formulas(name):
     assert not judge(module, named, CASES[name])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", test_sharded_adamw.KINDS)
+def test_steps_over_grad_are_the_formulas(kind, clip):
+    test_sharded_adamw.test_steps_are_the_formulas(kind, clip)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_over_grad_it_goes_on_as_torchs_and_its_state_is_torchs(kind):
+    test_sharded_adamw.test_it_goes_on_as_torchs_and_its_state_is_torchs(kind, "triton")
 
 
 def test_pytorchs_operators_are_as_the_kernels():

@@ -128,7 +128,7 @@ def made(kind, dtype, **options):
     for place in (1, 3):
         layers.weights[place].requires_grad_(False)
     if kind == "ShardedAdamW":
-        return Training(layers, None, ShardedAdamW(layers.parameters(), **OPTIONS), dtype)
+        return Training(layers, None, ShardedAdamW(layers.parameters(), **OPTIONS, **options), dtype)
     main_grads = MainGrads(layers, **options)
     return Training(layers, main_grads, KINDS[kind](main_grads), dtype)
 
@@ -171,7 +171,7 @@ def judged(history, training):
         with torch.no_grad():
             written = _whole(weight) != before
             exact.copy_(torch.where(written, _whole(weight).float(), exact))
-            if dtype is BF16 and isinstance(optimizer, AdamW):
+            if dtype is BF16 and isinstance(optimizer, AdamW | ShardedAdamW):
                 slack[place].copy_(torch.where(written, exact.abs() * 2.0**-8 + 1e-30, slack[place]))
 
     for step in range(history.steps):

@@ -9,14 +9,14 @@ from typing import Any
 
 from onepass.bench.model import worst
 
-EAGER, COMPILED, LIGER, UNSLOTH, AXOLOTL, OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED = CONTENDERS = (
-    "eager", "torch.compile", "Liger", "Liger + Unsloth", "Liger + axolotl", "onepass", "onepass + torch.compile", "onepass fp8",
-    "onepass packed",
+EAGER, COMPILED, LIGER, UNSLOTH, AXOLOTL, OURS, OURS_TORCHS_ADAMW, OURS_COMPILED, OURS_FP8, OURS_PACKED = CONTENDERS = (
+    "eager", "torch.compile", "Liger", "Liger + Unsloth", "Liger + axolotl", "onepass", "onepass, torch's AdamW",
+    "onepass + torch.compile", "onepass fp8", "onepass packed",
 )  # fmt: skip
 # Peers' packages, as peers.py names them. Unsloth's and axolotl's functions are of layers with LoRA, and Liger does the rest.
 NEEDS = {LIGER: ("Liger",), UNSLOTH: ("Liger", "Unsloth"), AXOLOTL: ("Liger", "axolotl")}
 TAKEN = ("FLA", "FlashQLA", "causal-conv1d", "mamba-ssm")  # by transformers' own code for hybrids, where they are installed
-MINE = (OURS, OURS_COMPILED, OURS_FP8, OURS_PACKED)
+MINE = (OURS, OURS_TORCHS_ADAMW, OURS_COMPILED, OURS_FP8, OURS_PACKED)
 _FP8_FAR = (("loss_apart", 2e-2), ("error_of_eager", 30.0))  # a product's gradient is 1/16 off, as e5m2 is; bf16's is 1/300
 
 

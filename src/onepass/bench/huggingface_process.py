@@ -2,11 +2,11 @@
 
     python -m onepass.bench.huggingface_process '{"case": ..., "contender": ...}' FILE
 
-The model is made from a seed in bf16. AdamW(fused=True) trains the bf16 weights on random tokens from a seed: the same in every
-process. The process first compares the first step's gradients with eager's in fp32. Then it records the losses of the steps. The
-learning rate rises at first: otherwise a difference in the last bit grows to a hundredth. Then it runs rounds of steps on one
-batch for time and peak memory. Eager trains twice: its distance from itself shows what a distance means. FILE gets the result, or
-the error.
+The model is made from a seed in bf16. AdamW trains the bf16 weights on random tokens from a seed: the same in every process. It
+is torch's, fused, and for onepass that of `Applied.optimizer`, but for one contender. The process first compares the first step's
+gradients with eager's in fp32. Then it records the losses of the steps. The learning rate rises at first: otherwise a difference
+in the last bit grows to a hundredth. Then it runs rounds of steps on one batch for time and peak memory. Eager trains twice: its
+distance from itself shows what a distance means. FILE gets the result, or the error.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ from onepass.bench.huggingface_cases import (
     OURS_COMPILED,
     OURS_FP8,
     OURS_PACKED,
+    OURS_TORCHS_ADAMW,
     UNSLOTH,
     ModelCase,
     ModelResult,
 )
 from onepass.bench.peers import imported, unsloth_lora
+from onepass.parallel import ShardedAdamW
 from onepass.profiling.record import run, synchronize
 
 _ROUNDS, _WARM = 5, 3
@@ -223,6 +225,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     UNSLOTH: lambda model: _with_lora_functions(model, unsloth_lora()),
     AXOLOTL: lambda model: _with_lora_functions(model, importlib.import_module("axolotl.kernels.lora")),
     OURS: _onepass,
+    OURS_TORCHS_ADAMW: _onepass,
     OURS_COMPILED: lambda model: _compiled(_onepass(model)),
     OURS_FP8: lambda model: _onepass(model, "fp8"),
     OURS_PACKED: _onepass,
@@ -239,7 +242,8 @@ class _Trainer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.inputs = ModelInputs(case, trained[0].device, contender == OURS_PACKED)
         self.run = as_contender(model, contender)
-        self.optimizer = torch.optim.AdamW(trained, lr=_RATE, fused=True)
+        ours = contender in MINE and contender != OURS_TORCHS_ADAMW  # what Applied.optimizer returns
+        self.optimizer = ShardedAdamW(trained, lr=_RATE) if ours else torch.optim.AdamW(trained, lr=_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / _RISING, total_iters=_RISING - 1)
 
     def gradients(self, batch: Tensor) -> Tensor:

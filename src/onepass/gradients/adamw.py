@@ -32,6 +32,7 @@ from onepass.gradients.gathered_weights import (
     shard_of,
 )
 from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.optimizer_state import check_sizes, loading, set_options
 from onepass.kernels.device_tables import is_capturing
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -333,35 +334,24 @@ class AdamW(torch.optim.Optimizer):
         then stay unchanged. Parameters without a state begin anew. A state must be of the same rank and number of ranks."""
         self._main_grads.follow()
         self._follow()
-        state = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state = before(self, state) or state
-        self._check_state(state)
-        for group, options in zip(self.param_groups, state["param_groups"], strict=True):
-            for key, value in options.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)  # where graphs read it
-                elif key != "params":
-                    group[key] = value
-        places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
-        for piece in self._pieces:
-            theirs = state["state"].get(places[id(piece.parameter)])
-            if theirs is None:  # it was not trained
-                self._reload([piece])
-                theirs = {"step": torch.zeros(()), **{kind: torch.zeros_like(piece.tensor(kind)) for kind in KINDS[1:]}}
-            self.state[piece.parameter]["step"].copy_(theirs["step"])
-            for kind in KINDS:
-                if kind in theirs:
-                    self.set_master(piece.name, kind, theirs[kind], piece.start, piece.stop)
-        self.publish()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        with loading(self, state_dict) as state:
+            self._check_state(state)
+            set_options(self.param_groups, state["param_groups"])
+            places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
+            for piece in self._pieces:
+                theirs = state["state"].get(places[id(piece.parameter)])
+                if theirs is None:  # it was not trained
+                    self._reload([piece])
+                    theirs = {"step": torch.zeros(()), **{kind: torch.zeros_like(piece.tensor(kind)) for kind in KINDS[1:]}}
+                self.state[piece.parameter]["step"].copy_(theirs["step"])
+                for kind in KINDS:
+                    if kind in theirs:
+                        self.set_master(piece.name, kind, theirs[kind], piece.start, piece.stop)
+            self.publish()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         check_shard(state, self._main_grads)
-        mine, theirs = ([len(group["params"]) for group in groups] for groups in (self.param_groups, state["param_groups"]))
-        if mine != theirs:
-            raise ValueError(f"state must have groups of {mine} parameters, but has {theirs}")
+        check_sizes(self.param_groups, state["param_groups"])
         placed = {id(parameter) for _, parameter in self._main_grads.named}
         pieces = {id(piece.parameter): piece for piece in self._pieces}
         for place, parameter in enumerate(self._parameters()):

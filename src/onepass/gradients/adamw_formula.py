@@ -27,13 +27,14 @@ _A_THREADS = 1 << 16  # values of a block for each thread: intermediates stay in
 
 
 class AdamWSlice(NamedTuple):
-    """A stretch of a parameter, its gradient and its state. Each tensor is one-dimensional and contiguous."""
+    """A stretch of a parameter, its gradient and its state. Each tensor is one-dimensional and contiguous. Gradients and moments
+    are of fp32 or bf16."""
 
     weight: Tensor
-    grad: Tensor  # fp32, as are the moments
+    grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    rest: Tensor | None  # int16: the low bits of a bf16 weight's master. fp32: an fp16 weight's master. None: weight is fp32
+    rest: Tensor | None  # int16: the low bits of a bf16 weight's master. fp32: an fp16 weight's master. None: it has no master
     row: int  # the parameter's place in its stepper's count of steps
 
     def part(self, start: int, stop: int) -> AdamWSlice:
@@ -117,7 +118,7 @@ def step_formula(stretches: Iterable[AdamWSlice], steps: Sequence[Tensor], facto
     whole: list[AdamWSlice] = []
     blocks: list[AdamWSlice] = []
     for stretch in stretches:
-        if stretch.rest is None and factor is None:
+        if stretch.rest is None and factor is None and len({each.dtype for each in stretch[:4]}) == 1:
             whole.append(stretch)
         else:
             blocks += _blocks(stretch)
@@ -130,13 +131,21 @@ def step_formula(stretches: Iterable[AdamWSlice], steps: Sequence[Tensor], facto
     grads, bits = (blocks[0].grad.new_empty(most, dtype=dtype) for dtype in (torch.float32, torch.int32))
     for block in blocks:
         size = block.weight.numel()
-        grad = block.grad if factor is None else torch.mul(block.grad, factor, out=grads[:size])
-        master = joined_master(block.weight, block.rest, bits[:size]) if block.split else master_of(block)  # type: ignore[arg-type]
-        _fused([block._replace(weight=master, grad=grad)], steps, options)
+        grad = block.grad.float() if factor is None else grads[:size].copy_(block.grad).mul_(factor)
+        master = joined_master(block.weight, block.rest, bits[:size]) if block.split else master_of(block).float()  # type: ignore[arg-type]
+        exp_avg, exp_avg_sq = block.exp_avg.float(), block.exp_avg_sq.float()
+        _fused([AdamWSlice(master, grad, exp_avg, exp_avg_sq, None, block.row)], steps, options)
+        _put(block.exp_avg, exp_avg)
+        _put(block.exp_avg_sq, exp_avg_sq)
         if block.split:
             _split_(block.weight, block.rest, master)  # type: ignore[arg-type]
-        elif block.rest is not None:
-            block.weight.copy_(master)
+        else:
+            _put(block.weight, master)
+
+
+def _put(kept: Tensor, made: Tensor) -> None:
+    if kept.dtype is not made.dtype:  # else it is the same tensor
+        kept.copy_(made)
 
 
 def _fused(stretches: list[AdamWSlice], steps: Sequence[Tensor], options: dict[str, Any]) -> None:

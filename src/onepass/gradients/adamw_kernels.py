@@ -26,7 +26,8 @@ from onepass.runtime.sizes import ceil_div
 OPTIONS = 5  # of a group: lr, beta1, beta2, eps, weight_decay
 SCALARS = 16  # numbers in a parameter's row; not all are used
 _ROWS = 32  # of a program that computes them: one a thread
-_CHUNK, _BLOCK, _WARPS = 16384, 512, 4  # four values a thread: 16 bytes of fp32, and all types have one layout
+_CHUNK, _WARPS = 16384, 4
+_WIDE, _NARROW = 512, 1024  # values of a block: 16 bytes of fp32 a thread, and where all tensors have 16 bits, as many of those
 _MULTIPLE = 8  # 16-bit values in 16 bytes
 _PLACES = 5  # numbers in a chunk's row
 
@@ -85,8 +86,10 @@ def _correction(beta, step):
 @kernel
 def _adamw_kernel(
     weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, rest_ptr, chunks_ptr, scalars_ptr,
-    PLACES: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, SPLIT: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr,
+    PLACES: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, SPLIT: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Step a chunk. EXACT: to the last bits of fp32. Moments of 16 bits take half as many instructions, which bind there."""
     chunk = chunks_ptr + tl.program_id(0).to(tl.int64) * PLACES
     weight_ptr += aligned(tl.load(chunk), ALIGN)
     grad_ptr += aligned(tl.load(chunk + 1), ALIGN)
@@ -101,15 +104,22 @@ def _adamw_kernel(
         at = start + tl.arange(0, BLOCK)
         inside = at < size
         state = state_at + at
-        grad = tl.load(grad_ptr + at, mask=inside, other=0.0) * factor
-        exp_avg = tl.load(exp_avg_ptr + state, mask=inside, other=0.0)
-        exp_avg_sq = tl.load(exp_avg_sq_ptr + state, mask=inside, other=0.0)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
+        exp_avg = tl.load(exp_avg_ptr + state, mask=inside, other=0.0).to(tl.float32)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + state, mask=inside, other=0.0).to(tl.float32)
         master = _load_master(weight_ptr + at, rest_ptr, state, inside, SPLIT)
 
-        exp_avg = tl.fma(beta1, exp_avg, tl.fma(beta1_low, exp_avg, weight1 * grad))
-        exp_avg_sq = tl.fma(beta2, exp_avg_sq, tl.fma(beta2_low, exp_avg_sq, weight2 * grad * grad))
-        deviation = tl.sqrt_rn(exp_avg_sq) * correction + eps
-        master = tl.fma(-decay, master, master) - tl.div_rn(step_size * exp_avg, deviation)
+        change, square = weight1 * grad, weight2 * grad * grad
+        if EXACT:
+            change = tl.fma(beta1_low, exp_avg, change)
+            square = tl.fma(beta2_low, exp_avg_sq, square)
+        exp_avg = tl.fma(beta1, exp_avg, change)
+        exp_avg_sq = tl.fma(beta2, exp_avg_sq, square)
+        if EXACT:
+            step = tl.div_rn(step_size * exp_avg, tl.sqrt_rn(exp_avg_sq) * correction + eps)
+        else:
+            step = step_size * exp_avg / tl.fma(tl.sqrt(exp_avg_sq), correction, eps)
+        master = tl.fma(-decay, master, master) - step
 
         tl.store(exp_avg_ptr + state, exp_avg, mask=inside)
         tl.store(exp_avg_sq_ptr + state, exp_avg_sq, mask=inside)
@@ -130,7 +140,7 @@ def _load_master(weights, rest_ptr, state, inside, SPLIT: tl.constexpr):
         weight = tl.load(weights, mask=inside, other=0.0)
         return tl.where(master.to(weight.dtype) == weight, master, weight.to(tl.float32))
     else:
-        return tl.load(weights, mask=inside, other=0.0)
+        return tl.load(weights, mask=inside, other=0.0).to(tl.float32)
 
 
 @device_function
@@ -162,11 +172,12 @@ class AdamWBatch:
 
 
 def batches_of(stretches: Iterable[AdamWSlice]) -> list[AdamWBatch]:
-    """Return a batch for each device, type of weights, state's storage and alignment: whether slices start and end at multiples
-    of 16 bytes."""
+    """Return a batch for each device, types, state's storage and alignment: whether slices start and end at multiples of 16
+    bytes."""
     found: dict[tuple[Hashable, ...], list[AdamWSlice]] = {}
     for stretch in stretches:
-        kind = _is_even(stretch), storage_id(stretch.exp_avg), stretch.weight.device, stretch.weight.dtype
+        types = stretch.weight.dtype, stretch.grad.dtype, stretch.split
+        kind = _is_even(stretch), storage_id(stretch.exp_avg), stretch.weight.device, types
         found.setdefault(kind, []).append(stretch)
     return [_batch(alike, _MULTIPLE if even else 1) for (even, *_), alike in found.items()]
 
@@ -191,7 +202,7 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
             size = min(_CHUNK, stretch.weight.numel() - start)
             chunks.append([*(place + start for place in places), size, stretch.row])
             source_of.append(source)
-    weight = first.weight.view(torch.int16) if first.weight.dtype is torch.bfloat16 else first.weight
+    weight = first.weight.view(torch.int16) if first.split else first.weight
     table, which = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
     return AdamWBatch((weight, *first[1:5]), table, len(chunks), align, sources, which, _distances(sources))
 
@@ -216,8 +227,8 @@ def _bind_scalars(groups: int) -> Bound:
 
 
 @lru_cache(16)
-def _bind_adamw(align: int, split: bool, zero: bool) -> Bound:
-    bound: Bound = _adamw_kernel.bind(_PLACES, SCALARS, align, split, zero, _BLOCK, num_warps=_WARPS)
+def _bind_adamw(align: int, split: bool, zero: bool, exact: bool, block: int) -> Bound:
+    bound: Bound = _adamw_kernel.bind(_PLACES, SCALARS, align, split, zero, exact, block, num_warps=_WARPS)
     return bound
 
 
@@ -238,6 +249,9 @@ def step_batch(batch: AdamWBatch, scalars: Tensor, zero: bool) -> None:
     """Step the batch's weights. `zero`: clear their gradients."""
     if len(batch.sources) > 1:
         _follow(batch)
-    rest = batch.tensors[4]
+    _, grad, exp_avg, _, rest = batch.tensors
     split = rest is not None and rest.dtype is torch.int16
-    _bind_adamw(batch.align, split, zero)((batch.programs, 1, 1), *batch.tensors, batch.chunks, scalars)
+    exact = exp_avg.dtype is torch.float32  # type: ignore[union-attr]
+    narrow = not exact and grad.element_size() == 2  # type: ignore[union-attr]
+    bound = _bind_adamw(batch.align, split, zero, exact, _NARROW if narrow else _WIDE)
+    bound((batch.programs, 1, 1), *batch.tensors, batch.chunks, scalars)

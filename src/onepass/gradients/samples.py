@@ -23,28 +23,37 @@ def covering_calls() -> Iterator[CoveringCall]:
 
 
 def _adamw_calls() -> Iterator[CoveringCall]:
-    """All types of weights, even and odd sizes, with and without clipping and clearing."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    """All types of weights, even and odd sizes: gradients of fp32, clipped and cleared or neither, and those in `.grad`."""
+    wide, narrow = torch.float32, torch.bfloat16
+    beside = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
+    for dtype, rest in beside.items():
         for size in (1 << 20, 12345):
-            for option in ("", "clipped, zeros left"):
-                yield _adamw_call(size, dtype, option)
+            yield _adamw_call(size, (dtype, wide, wide, rest), "")
+            yield _adamw_call(size, (dtype, wide, wide, rest), "clipped, zeros left")
+    for size in (1 << 20, 12345):
+        for moments, rest in ((narrow, None), (wide, None), (narrow, torch.int16), (wide, torch.int16)):
+            kept = ", ".join(
+                f"{name} {str(each).removeprefix('torch.')}" for name, each in (("moments", moments), ("rest", rest))
+            )
+            yield _adamw_call(size, (narrow, narrow, moments, rest), f"of grad, {kept}")
 
 
-def _adamw_call(size: int, dtype: torch.dtype, option: str) -> CoveringCall:
+def _adamw_call(size: int, types: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None], option: str) -> CoveringCall:
+    """types: of the weight, the gradient, both moments, and what is kept beside the weight."""
+
     def run() -> Tensor:
-        weight = meta(size, dtype=dtype)
-        grad, exp_avg, exp_avg_sq = (meta(size, dtype=torch.float32, requires_grad=False) for _ in range(3))
-        beside = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dtype)
-        rest = None if beside is None else torch.empty(size, dtype=beside, device="meta")
+        weight = meta(size, dtype=types[0])
+        grad, exp_avg, exp_avg_sq = (meta(size, dtype=each, requires_grad=False) for each in (*types[1:3], types[2]))
+        rest = None if types[3] is None else torch.empty(size, dtype=types[3], device="meta")
         numbers = meta(2 * adamw_kernels.OPTIONS + 1, dtype=torch.float64, requires_grad=False)
-        steps, scalars = grad[:2], grad[: 2 * adamw_kernels.SCALARS]
+        steps, scalars = (meta(count, dtype=torch.float32, requires_grad=False) for count in (2, 2 * adamw_kernels.SCALARS))
         rows = torch.empty(2, 2, dtype=torch.int64, device="meta")
-        adamw_kernels.write_scalars(numbers, rows, steps, grad[0] if option else None, scalars)
+        adamw_kernels.write_scalars(numbers, rows, steps, steps[0] if option else None, scalars)
         for batch in adamw_kernels.batches_of([AdamWSlice(weight.detach(), grad, exp_avg, exp_avg_sq, rest, 0)]):
-            adamw_kernels.step_batch(batch, scalars, bool(option))
+            adamw_kernels.step_batch(batch, scalars, option.startswith("clipped"))
         return weight
 
-    return CoveringCall(" ".join(filter(None, (f"adamw {size}", option))), dtype, run)
+    return CoveringCall(" ".join(filter(None, (f"adamw {size}", option))), types[0], run)
 
 
 def _follow(dtype: torch.dtype) -> Tensor:

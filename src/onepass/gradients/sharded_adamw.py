@@ -1,41 +1,51 @@
-"""AdamW over sharded parameters in one pass: DTensors, as FSDP2's and tensor parallelism's, beside plain parameters.
+"""AdamW over `.grad` in one pass: of plain parameters, and of DTensors as FSDP2's and tensor parallelism's.
 
-Each rank steps its part by the kernels of `onepass.parallel.AdamW`, which read the gradient once, and read and write the weight
-and both moments once: 28 bytes a parameter. State has torch.optim.AdamW's layout, and its DTensors lie as their parameters do.
-Moments are flat, so that one table of addresses serves a device. Gradients are others in each step, and the table follows them.
+    the weights                      moments     bytes moved a parameter
+    fp32                             fp32        28
+    bf16                             bf16        14, as torch.optim.AdamW's, which keeps moments in the weights' type
+    bf16 with masters of 32 bits     fp32        26; the weight has half of a master, and 16 bits lie beside it
+
+Each rank steps its part by the kernels of `onepass.parallel.AdamW`: they read the gradient, and read and write the weight and its
+state, once. The state has torch.optim.AdamW's layout, and its DTensors lie as their parameters do. It is flat, so that one table
+of addresses serves a device and a type. Gradients are others in each step, and the table follows them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice
 from onepass.gradients.adamw_stepper import AdamWStepper, check_options
+from onepass.gradients.optimizer_state import check_sizes, loading, set_options
 from onepass.gradients.releasable_storage import storage_id
 from onepass.runtime.sharding import has_dtensor
 from onepass.runtime.sizes import ceil_div
 
 _ALIGNED = 16  # numbers: where a parameter's state begins
 _BYTES = 32  # a gradient's address modulo this decides how it is read
-_MOMENTS = "exp_avg", "exp_avg_sq"
+_STATE = "exp_avg", "exp_avg_sq", "low"  # low: the lower 16 bits of a bf16 weight's master
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}  # of moments
 
 
 @dataclass(eq=False)
 class _Shard:
-    """A rank's part of a parameter, and its moments. All are one-dimensional."""
+    """A rank's part of a parameter, and its state. All are one-dimensional."""
 
     weight: Tensor
-    moments: tuple[Tensor, Tensor]
+    state: dict[str, Tensor]
     row: int  # the parameter's place in its stepper's count of steps
+
+    def slice(self, grad: Tensor) -> AdamWSlice:
+        return AdamWSlice(self.weight, grad, self.state["exp_avg"], self.state["exp_avg_sq"], self.state.get("low"), self.row)
 
 
 class ShardedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW over DTensors and plain parameters of fp32, in one pass.
+    """torch.optim.AdamW over plain parameters and DTensors of fp32 and bf16, in one pass.
 
         optimizer = ShardedAdamW(model.parameters(), lr=1e-3)    # after fully_shard
         ...
@@ -49,6 +59,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them with options, as for torch.optim.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        moments: ``fp32`` or ``bf16``. None is each weight's own type, as in torch.optim.AdamW.
+        masters: step fp32 masters of bf16 weights. A master is its weight and 16 bits more, the state's "low". Steps that are too
+            small for a bf16 weight add up in it.
     """
 
     def __init__(
@@ -58,7 +71,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        moments: Literal["fp32", "bf16"] | None = None,
+        masters: bool = False,
     ) -> None:
+        if moments not in _TYPES:
+            raise ValueError(f"moments must be fp32, bf16 or None, but is {moments!r}")
+        self._type_of_moments, self._masters = _TYPES[moments], masters
         # torch's own options too: a checkpoint of one is one of the other
         defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
         self._made = False
@@ -78,10 +97,10 @@ class ShardedAdamW(torch.optim.Optimizer):
                 if group.get(option):
                     raise ValueError(f"{option} must be False, but is {group[option]!r}: torch.optim.AdamW has it")
             for parameter in group["params"]:
-                if isinstance(parameter, Tensor) and parameter.dtype is not torch.float32:
+                if isinstance(parameter, Tensor) and parameter.dtype not in (torch.float32, torch.bfloat16):
                     raise TypeError(
-                        f"parameters must be fp32, but one is {parameter.dtype}: a MixedPrecisionPolicy(param_dtype=...) casts "
-                        "fp32 shards for the forward pass, and `onepass.parallel.AdamW` keeps masters beside MainGrads"
+                        f"parameters must be fp32 or bf16, but one is {parameter.dtype}: `onepass.parallel.AdamW` keeps masters "
+                        "of fp16 beside MainGrads"
                     )
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -90,33 +109,36 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _add_state(self, parameters: Iterable[Tensor]) -> None:
-        """Allocate the moments of these parameters, those of a device in one piece each."""
-        found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        """Allocate the state of these parameters, that of a device and a type of weights in one piece each."""
+        found: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for parameter in parameters:
             part = _part(parameter)
             if not part.is_contiguous():
                 raise ValueError(f"parameters must be contiguous, but one of shape {tuple(parameter.shape)} is not")
-            found.setdefault(part.device, []).append((parameter, part.view(-1)))
-        for device, parts in found.items():
+            found.setdefault((part.device, part.dtype), []).append((parameter, part.view(-1)))
+        for (device, dtype), parts in found.items():
             if device not in self._steppers:
                 self._steppers[device] = AdamWStepper(device, self.param_groups)
             sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part in parts]
-            flat = [torch.zeros(sum(sizes), device=device) for _ in _MOMENTS]
+            types = dict.fromkeys(_STATE[:2], self._type_of_moments or dtype)
+            if self._masters and dtype is torch.bfloat16:
+                types["low"] = torch.int16
+            flat = {name: torch.zeros(sum(sizes), dtype=each, device=device) for name, each in types.items()}
             begin = 0
             for (parameter, part), size in zip(parts, sizes, strict=True):
-                exp_avg, exp_avg_sq = (each[begin : begin + part.numel()] for each in flat)
-                self._shards[parameter] = _Shard(part, (exp_avg, exp_avg_sq), self._rows[parameter])
+                state = {name: each[begin : begin + part.numel()] for name, each in flat.items()}
+                self._shards[parameter] = _Shard(part, state, self._rows[parameter])
                 begin += size
         self._adopt()
 
     def _adopt(self) -> None:
         """Make the state the tensors that kernels write."""
         for parameter, shard in self._shards.items():
-            moments = {name: _as_parameter(each, parameter) for name, each in zip(_MOMENTS, shard.moments, strict=True)}
-            self.state[parameter] = {"step": self._step_of(shard), **moments}
+            state = {name: _as_parameter(each, parameter) for name, each in shard.state.items()}
+            self.state[parameter] = {"step": self._step_of(shard), **state}
 
     def _step_of(self, shard: _Shard) -> Tensor:
-        return self._steppers[shard.moments[0].device].counts[shard.row]
+        return self._steppers[shard.state["exp_avg"].device].counts[shard.row]
 
     # ---- a step ----
 
@@ -159,7 +181,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _lay(self, given: list[tuple[_Shard, Tensor]]) -> None:
         """Make tables of addresses, or let those of the last step follow gradients that lie alike: many times as fast."""
         given = [(shard, grad) for shard, grad in given if grad.numel()]
-        stretches = [AdamWSlice(shard.weight, grad, *shard.moments, None, shard.row) for shard, grad in given]
+        stretches = [shard.slice(grad) for shard, grad in given]
         firsts: dict[int, tuple[int, int]] = {}  # storage -> its number, and the offset of its first gradient
         layout = []
         for shard, grad in given:
@@ -180,24 +202,30 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer or of torch.optim.AdamW. Moments are copied where the kernels have them."""
-        self._check_groups(state_dict["param_groups"])
-        before = self.state
-        super().load_state_dict(dict(state_dict))
-        loaded, self.state = self.state, before
-        for parameter in loaded:
-            for name in _MOMENTS:
-                if loaded[parameter][name].shape != parameter.shape:
-                    shape = tuple(loaded[parameter][name].shape)
-                    raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
-        self._add_state([parameter for parameter in loaded if parameter not in self._shards])
-        for parameter, shard in self._shards.items():
-            self._step_of(shard).fill_(loaded[parameter]["step"] if parameter in loaded else 0)
-            for name, moment in zip(_MOMENTS, shard.moments, strict=True):
-                if parameter in loaded:
-                    moment.copy_(_part(_placed_as(loaded[parameter][name], parameter)).reshape(-1))
-                else:
-                    moment.zero_()
+        """Load a state of this optimizer or of torch.optim.AdamW. It is copied where the kernels have it, in their types. Without
+        "low" in it, masters are the weights."""
+        with loading(self, state_dict) as state:
+            check_sizes(self.param_groups, state["param_groups"])
+            self._check_groups(state["param_groups"])
+            numbers = (number for group in state["param_groups"] for number in group["params"])
+            loaded = {
+                p: state["state"][number] for p, number in zip(self._rows, numbers, strict=True) if number in state["state"]
+            }
+            for parameter, theirs in loaded.items():
+                for name in _STATE[:2]:
+                    if theirs[name].shape != parameter.shape:
+                        shape = tuple(theirs[name].shape)
+                        raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
+            set_options(self.param_groups, state["param_groups"])
+            self._add_state([parameter for parameter in loaded if parameter not in self._shards])
+            for parameter, shard in self._shards.items():
+                theirs = loaded.get(parameter, {})
+                self._step_of(shard).fill_(theirs.get("step", 0))
+                for name, mine in shard.state.items():
+                    if name in theirs:
+                        mine.copy_(_part(_placed_as(theirs[name], parameter)).reshape(-1))
+                    else:
+                        mine.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._made:
@@ -231,13 +259,13 @@ def _placed_as(tensor: Any, parameter: Any) -> Any:
 
 def _grad_part(parameter: Any) -> Tensor:
     grad = _part(_placed_as(parameter.grad, parameter))
-    if grad.dtype is not torch.float32:
-        raise TypeError(f"gradients must be fp32, but one is {grad.dtype}")
+    if grad.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"gradients must be fp32 or bf16, but one is {grad.dtype}")
     return grad.contiguous().view(-1)
 
 
 def _as_parameter(flat: Tensor, parameter: Any) -> Tensor:
-    """A moment in the parameter's shape, a DTensor where that is one."""
+    """A tensor of the state in the parameter's shape, a DTensor where that is one."""
     shape = _part(parameter).shape
     if not has_dtensor(parameter):
         return flat.view(shape)
@@ -256,7 +284,12 @@ def _norm(grads: list[Tensor]) -> Tensor:
     by_mesh: dict[Any, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault((grad.device_mesh, grad.placements) if has_dtensor(grad) else None, []).append(grad)  # type: ignore[attr-defined]
-    norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh.values()]
-    norms = [norm.full_tensor() if has_dtensor(norm) else norm for norm in norms]  # type: ignore[attr-defined]
+    norms = [_norm_of(alike) for alike in by_mesh.values()]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
+
+
+def _norm_of(grads: list[Any]) -> Tensor:
+    """The norm of these over all ranks of their mesh. Norms of bf16 are summed in fp32."""
+    wide: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, torch.float32)))
+    return wide.full_tensor() if has_dtensor(wide) else wide  # type: ignore[no-any-return]

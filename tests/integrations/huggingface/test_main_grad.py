@@ -221,9 +221,33 @@ def test_a_closure_makes_the_gradients():
     assert losses[:3] == losses[3:] and losses[2] < losses[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_main_grad_the_optimizer_is_torchs_over_grad(dtype):
+    losses = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model, _, applied = both("Llama")
+        model.to(dtype)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        trained = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": 0.1}]
+        optimizer = applied.optimizer(trained, lr=1e-2) if fused else torch.optim.AdamW(trained, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=3)
+        losses.append([])
+        for _ in range(4):
+            loss = model(**batch()).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0][3] < losses[0][0] - 0.1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if dtype is torch.float32 else 2e-3)
+
+
 def test_bad_input():
     applied = huggingface.apply(made("Llama"))
-    with pytest.raises(ValueError, match="main_grad must be True in apply"):
-        applied.optimizer()
+    with pytest.raises(ValueError, match=r"max_norm must be None without main_grad, but is 1.0: .*clip_grad_norm_"):
+        applied.optimizer(max_norm=1.0)
     with pytest.raises(ValueError, match="release_main_grad must be False without main_grad"):
         huggingface.apply(made("Llama"), release_main_grad=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from onepass.gradients.sharded_adamw import ShardedAdamW
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.dense_experts import replace_dense_experts
 from onepass.integrations.huggingface.expert_adapters import replace_expert_adapters
@@ -79,18 +80,29 @@ class Applied:
 
     def optimizer(
         self, groups: Iterable[Mapping[str, Any]] | None = None, *, max_norm: float | None = None, **options: Any
-    ) -> MainGradAdamW:
-        """Return an AdamW over the model's main_grads. It works as any torch optimizer: step, zero_grad, schedulers, state_dict.
+    ) -> MainGradAdamW | ShardedAdamW:
+        """Return an AdamW in one pass. It works as any torch optimizer: step, zero_grad, schedulers, state_dict.
+
+        With main_grad it steps by those gradients. Without it is `onepass.parallel.ShardedAdamW` over `.grad`, with
+        torch.optim.AdamW's steps and state.
 
         Args:
-            groups: parameter groups with options, as in torch.optim; None is one group of all parameters.
-            max_norm: clip the gradient to this norm in `step`. `torch.nn.utils.clip_grad_norm_` can't: it finds no `.grad`.
-                None warns where Trainer has been imported, whose max_grad_norm does that. Infinity clips nothing.
-            options: lr, betas, eps, weight_decay, as in torch.optim.AdamW.
+            groups: parameter groups with options, as in torch.optim. None is one group, of all parameters with main_grad, and
+                without it of those that are trained.
+            max_norm: clip the gradient to this norm in `step`, with main_grad: `torch.nn.utils.clip_grad_norm_` finds no `.grad`
+                there. None warns where Trainer has been imported, whose max_grad_norm does that. Infinity clips nothing.
+            options: lr, betas, eps, weight_decay, as in torch.optim.AdamW; without main_grad also moments and masters, as in
+                `ShardedAdamW`.
         """
-        if self.main_grads is None:
-            raise ValueError("main_grad must be True in apply for an optimizer of its gradients, but is False")
-        return MainGradAdamW(self.main_grads, groups, max_norm=max_norm, **options)
+        if self.main_grads is not None:
+            return MainGradAdamW(self.main_grads, groups, max_norm=max_norm, **options)
+        if max_norm is not None:
+            raise ValueError(
+                f"max_norm must be None without main_grad, but is {max_norm}: torch.nn.utils.clip_grad_norm_, Trainer's "
+                "max_grad_norm, or the optimizer's step(max_norm=...) clip"
+            )
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return ShardedAdamW(trained if groups is None else map(dict, groups), **options)
 
     def __str__(self) -> str:
         out, width = StringIO(), min(_WIDE, max(80, get_terminal_size((_WIDE, 24)).columns))
