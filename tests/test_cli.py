@@ -33,7 +33,7 @@ def _run(capsys, *argv):
 def test_help_names_the_commands_that_exist_and_no_other(capsys):
     status, out, _ = _run(capsys, "--help")
     assert status == 0
-    assert all(f"    {name} " in out for name in ("train", "bench", "profile", "explain", "doctor"))
+    assert all(f"    {name} " in out for name in ("train", "plan", "bench", "profile", "explain", "doctor"))
 
 
 def test_version(capsys):
@@ -53,6 +53,7 @@ def test_help_loads_no_command():
     ("command", "begins"),
     [
         ("train", "Train a GPT on text files"),
+        ("plan", "Say how much GPU memory"),
         ("bench", "Measure ops against their peers"),
         ("profile", "Run a script and say what it does"),
         ("explain", "Say which backend and kernels"),
@@ -182,6 +183,7 @@ def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, caps
 
 # The files of messages, whose command they belong to, and flags of other programs that they name.
 _MESSAGES = {"bench": "bench", "doctor": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
+_MESSAGES["train/plan_command.py"] = "plan"
 _OTHERS = {"bench/record.py": {"--error-unmatch", "--porcelain", "--short"}, "train/layout.py": {"--nproc-per-node"}}
 _OTHERS["train/foreign_flags.py"] = {*foreign_flags._OURS}
 _OTHERS["integrations/huggingface/families.py"] = {"--page"}
@@ -213,7 +215,8 @@ def test_flags_in_messages_are_flags_that_exist(capsys):
     named = 0
     for path in sorted(package.rglob("*.py")):
         place = path.relative_to(package)
-        ours = known["testing"] if place.parts[0] == "testing" else known.get(_MESSAGES.get(place.parts[0], ""))
+        command = _MESSAGES.get(str(place), _MESSAGES.get(place.parts[0], ""))
+        ours = known["testing"] if place.parts[0] == "testing" else known.get(command)
         flags = _flags_named(path) - _OTHERS.get(str(place), set()) - {"--help", "--version"}
         named += len(flags)
         assert flags <= (set().union(*known.values()) if ours is None else ours), place

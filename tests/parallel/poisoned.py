@@ -20,7 +20,7 @@ def poisoned(large=64, buffer=4096):
     with (
         patch.object(released.ReleasableBuffer, "_fill", filled),
         patch.object(released, "_LARGE", large),
-        patch.object(module, "_RELEASED_BYTES", buffer),
+        patch.object(module, "RELEASED_BYTES", buffer),
     ):
         yield
 

@@ -93,12 +93,12 @@ def test_released_gradients_change_nothing(settings):
 def test_large_models_gradients_are_released_on_one_gpu_unless_told(said, size, device, ranks, graphs, releases):
     model = nn.ParameterList([torch.empty(size, device="meta")])
     options = Options(release_main_grads=said, cuda_graphs=graphs)
-    assert updates._releases(model, options, ParallelLayout(torch.device(device), ranks=ranks)) is releases
+    assert updates.releases(model, options, ParallelLayout(torch.device(device), ranks=ranks)) is releases
 
 
 @pytest.mark.parametrize("releases", [False, True])
 def test_and_by_main_grads(releases, monkeypatch):
-    monkeypatch.setattr(updates, "_releases", lambda *_: releases)
+    monkeypatch.setattr(updates, "releases", lambda *_: releases)
     assert trained_with().update.main_grads.releases is releases
 
 

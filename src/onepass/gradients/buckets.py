@@ -17,6 +17,8 @@ from onepass.gradients.packed_params import packed_groups
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNED = 64  # elements: where a parameter and a rank's part begin, for matrix products and NCCL
+BUCKET_BYTES = 32 << 20
+RELEASED_BYTES = 256 << 20  # of a releasable buffer: small enough to come one by one, as a step's norm is a launch for each
 
 
 @dataclass(eq=False)

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from onepass.distributed.collectives import group_of_several, start_all_gather
 from onepass.gradients.buckets import (
     ALIGNED,
+    BUCKET_BYTES,
+    RELEASED_BYTES,
     TYPES,
     Bucket,
     BucketSlice,
@@ -45,8 +47,6 @@ from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_writte
 from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.moved import renamed
 from onepass.runtime.process_setting import validating
-
-_RELEASED_BYTES = 256 << 20  # of a releasable buffer: small enough to come one by one, as a step's norm is a launch for each
 
 
 class MainGrads:
@@ -98,7 +98,7 @@ class MainGrads:
         *,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
-        bucket_bytes: int = 32 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         shard: bool = False,
         average: bool = True,
         release: bool = False,
@@ -184,7 +184,7 @@ class MainGrads:
         there are several, each of which gets its memory by itself."""
         whole = ALIGNED * self.ranks
         sizes = [round_up(places[-1].stop, whole) for places in planned]
-        keys = plan_buffers(planned, sizes, _RELEASED_BYTES // self.dtype.itemsize if self.releases else None)
+        keys = plan_buffers(planned, sizes, RELEASED_BYTES // self.dtype.itemsize if self.releases else None)
         totals = dict.fromkeys(keys, 0)
         for key, size in zip(keys, sizes, strict=True):
             totals[key] += size

@@ -9,27 +9,25 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from onepass.gpt import PRESETS, Config
-from onepass.gpt.huggingface import config_of, their_config
+from onepass.gpt import Config
+from onepass.gpt.huggingface import their_config
 from onepass.gpt.lora import check_modules
-from onepass.gpt.settings import Flag, nearest, read_yaml
-from onepass.gpt.weights import read_config
 from onepass.profiling.units import counted
 from onepass.runtime.errors import CommandError, install_hint
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.train import checkpoint, stages, text
 from onepass.train.checkpoint.compatibility import facts_of
 from onepass.train.files import check_links
-from onepass.train.foreign_flags import in_place_of
+from onepass.train.flags import add_flag, add_preset, config_of_folder, merge_settings, read_file
+from onepass.train.foreign_flags import in_place_of as in_place_of  # the command line asks for it
 from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
 from onepass.train.loop import Diverged, TrainRun
-from onepass.train.options import TRAINING, Options
+from onepass.train.options import Options
 from onepass.train.precision import describe_precision
 from onepass.train.record import Line, draw
 from onepass.train.run_lock import locked
@@ -48,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Each fusion has a flag; at the end tables say what they brought, together and each alone."
     )
     parser.usage = "%(prog)s [OPTION ...]"  # all of them would fill a screen, and stand below
-    parser.add_argument("--preset", help=f"model and settings to begin with: {', '.join(PRESETS)} (tiny)")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, as a run's config.yaml has them")
+    add_preset(parser)
     parser.add_argument("--run-dir", dest="folder", type=Path, metavar="DIR", help="folder of this run (runs/<time>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with this run, or from this checkpoint of it")
     parser.add_argument("--compare", action="store_true", help="train by PyTorch's operators too, and draw both curves")
@@ -57,31 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, all_flags in (("model", Config.flags()), ("training", Options.flags())):
         group = parser.add_argument_group(title)
         for flag in all_flags:
-            _add(group, flag)
-
-
-def _add(group: Any, flag: Flag) -> None:
-    about = (flag.help + _default(flag)).replace("%", "%%")
-    if flag.off is not None:
-        group.add_argument(flag.on, dest=flag.field, action="store_true", default=argparse.SUPPRESS, help=about)
-        group.add_argument(flag.off, dest=flag.field, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    elif flag.type is tuple:
-        named = "PATH" if flag.field == "data" else "NAME"
-        group.add_argument(flag.on, dest=flag.field, nargs="+", metavar=named, default=argparse.SUPPRESS, help=about)
-    else:
-        kind = flag.type.__name__.upper()
-        group.add_argument(
-            flag.on, dest=flag.field, type=flag.type, choices=flag.choices or None, default=argparse.SUPPRESS,
-            metavar=None if flag.choices else {"STR": "NAME"}.get(kind, kind), help=about,
-        )  # fmt: skip
-
-
-def _default(flag: Flag) -> str:
-    if flag.default in (None, ()):
-        return "" if flag.off is None else f" ({flag.off})"
-    if flag.type is not bool:
-        return f" ({flag.default})"
-    return f" (on; {flag.off})" if flag.default else " (off)"
+            add_flag(group, flag)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,59 +99,13 @@ def _check_packages() -> None:
 
 
 def _settings(args: argparse.Namespace, device: torch.device, resume: Path | None) -> tuple[Config, Options]:
-    """Merge settings of a preset, then a file, then flags. Later ones take precedence.
-
-    The file of a resumed run is its own config.yaml, unless --config is given.
-    """
-    if args.preset is not None and args.preset not in PRESETS:
-        raise CommandError(f"--preset must be one of {', '.join(PRESETS)}, but is {args.preset!r}{nearest(args.preset, PRESETS)}")
-    preset = args.preset or "tiny"
+    """Merge settings. The file of a resumed run is its own config.yaml, unless --config is given."""
     written = args.config if args.config or resume is None else checkpoint.run_of(resume) / "config.yaml"
-    names = {*Config.names(), *Options.names()}
-    given: dict[str, Any] = {}
+    values = None
     if written is not None:
-        ours = _from_file(written, names, pipe=args.config is not None and ranks_there() == 1)
-        given |= ours if resume is None else checkpoint.renamed(resume, ours)
-    given |= {name: value for name, value in vars(args).items() if name in names}
-    if given.get("load_hf") is not None:
-        if args.preset:
-            raise CommandError(f"--preset must not be given with --load-hf, whose folder has the model, but is {preset!r}")
-        values = _config_of_folder(given["load_hf"]).to_dict()
-    else:
-        values = {} if written and not args.preset else {**PRESETS[preset], **TRAINING[preset]}
-    if written is None and device.type == "cuda":
-        values = {"params_dtype": "bf16", "log_interval": 10} | values
-    values |= given
-    if values.get("pipeline_model_parallel_size", 1) != 1:  # embedding and output layer are in different stages
-        values.setdefault("untie_embeddings_and_output_weights", True)
-    try:
-        return tuple(kind.from_dict({k: v for k, v in values.items() if k in kind.names()}) for kind in (Config, Options))  # type: ignore[return-value]
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-
-
-def _config_of_folder(folder: object) -> Config:
-    """Return the configuration of --load-hf's model."""
-    try:
-        return config_of(read_config(Path(str(folder))))
-    except (ValueError, FileNotFoundError) as error:
-        raise CommandError(f"--load-hf {folder}: {error}") from None
-
-
-def _from_file(path: Path, names: set[str], pipe: bool) -> dict[str, Any]:
-    """Read settings. Several ranks take no pipe, of which one would leave the others nothing."""
-    try:
-        values = read_yaml(path, (*Config.flags(), *Options.flags()), pipe=pipe)
-    except OSError as error:
-        raise CommandError(f"--config {path} can't be read: {error.strerror}") from None
-    except Exception as error:  # PyYAML raises many types
-        raise CommandError(f"--config {path} is no YAML of settings: {' '.join(str(error).split())}") from None
-    for key in values:
-        if key not in names:
-            ours = in_place_of(f"--{key}")
-            advice = f"; in place of it: {ours}" if ours else nearest(str(key), names)
-            raise CommandError(f"{path}: {key!r} is no setting{advice}")
-    return values
+        values = read_file(written, pipe=args.config is not None and ranks_there() == 1)
+        values = values if resume is None else checkpoint.renamed(resume, values)
+    return merge_settings(args.preset, values, vars(args), device.type == "cuda")
 
 
 def _check(config: Config, options: Options, device: torch.device) -> None:
@@ -212,7 +139,7 @@ def _check(config: Config, options: Options, device: torch.device) -> None:
 
 def _check_folder_model(folder: str, config: Config) -> None:
     """Raise CommandError where --load-hf's folder has another model than the settings, or no tokenizer that goes with it."""
-    theirs, ours = facts_of(_config_of_folder(folder)), facts_of(config)
+    theirs, ours = facts_of(config_of_folder(folder)), facts_of(config)
     for name in {**theirs, **ours}:
         if theirs.get(name) != ours.get(name):
             raise CommandError(f"{name} must be {theirs.get(name)!r}, as in --load-hf {folder}, but is {ours.get(name)!r}")

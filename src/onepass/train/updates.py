@@ -102,7 +102,7 @@ def lone_group(layout: ParallelLayout) -> dist.ProcessGroup:
 _RELEASED_FROM = 1 << 29  # parameters: 1B takes less time and memory, 124M the same time (docs/notes/0006-main-grads.md)
 
 
-def _releases(model: nn.Module, options: Options, layout: ParallelLayout) -> bool:
+def releases(model: nn.Module, options: Options, layout: ParallelLayout) -> bool:
     """Whether the gradients' memory is lent to activations. By default it is where that was measured: large models on one GPU."""
     if options.release_main_grads is not None:
         return options.release_main_grads
@@ -123,7 +123,7 @@ class MainGradUpdate(Update):
             model,
             group=lone_group(layout) if alone else layout.data.group,
             shard=options.use_distributed_optimizer,
-            release=_releases(model, options, layout),
+            release=releases(model, options, layout),
             tp_group=layout.tensor.group,
             pp_group=layout.pipeline.group,
         )

@@ -1,0 +1,173 @@
+"""The GPU memory of a step, by arithmetic: what stays, what a microbatch keeps, and where in the step there is most of it.
+
+    weights      params_dtype; fp32 norms. With the rotary tables
+    masters      2 bytes a bf16 parameter, whose bits they go on (gradients/adamw_formula.py)
+    moments      as `OptimizerMemory` says
+    gradients    flat fp32 buffers; released ones come with a step's gradients, and go with the optimizer's step
+    activations  gpt/memory.py
+    working      the head's logits and gradient, or what backward of a block has beside its activations; cuBLAS's workspaces
+
+A step has most memory in the head's loss, which makes gradients in forward, in a block's backward, or in the optimizer's step.
+`OUTSIDE` comes on top: what PyTorch's allocator does not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from onepass.gpt import Config, Model
+from onepass.gpt.memory import BlockMemory, block_memory, ends_bytes, rank_config, uncounted
+from onepass.gpt.settings import Settings, setting
+from onepass.gradients.buckets import ALIGNED, BUCKET_BYTES, RELEASED_BYTES, plan_buckets, plan_buffers, round_up
+from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, make_plan
+from onepass.train.layout import ParallelLayout
+from onepass.train.options import Options
+from onepass.train.updates import releases
+
+OUTSIDE = 1 << 30  # CUDA's context and kernels, and the allocator's gaps
+_MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
+_FP32 = 4
+_EIGHT_BIT_BLOCK = 256  # moments that share an fp32 scale
+_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * _FP32 / _EIGHT_BIT_BLOCK}  # both of a parameter's
+_CUBLAS = 2 * (32 << 20)  # a workspace for each of forward's and backward's threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory(Settings):
+    """How AdamW's state and the gradients lie in memory."""
+
+    optimizer_moments: Literal["fp32", "bf16", "8bit"] = setting("fp32", "type of AdamW's moments")
+    step_in_backward: bool = setting(False, "step weights as their gradients come, whose memory then serves the next ones")
+    offload_optimizer: bool = setting(False, "keep masters and moments in the host's memory")
+
+
+class MemoryAt(NamedTuple):
+    """Bytes of one rank at a time in a step. `layers` has the blocks' activations by tensor."""
+
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+    layers: dict[str, int]
+    ends: int  # activations of what is before and after the blocks
+    working: int
+
+    @property
+    def activations(self) -> int:
+        return sum(self.layers.values()) + self.ends
+
+    @property
+    def total(self) -> int:
+        return sum(self[:4]) + self.activations + self.working
+
+
+class StepMemory(NamedTuple):
+    """The memory in the head's loss, in backward where it is most, and in the optimizer's step."""
+
+    loss: MemoryAt
+    backward: MemoryAt
+    update: MemoryAt
+
+    @property
+    def total(self) -> int:
+        return max(at.total for at in self)
+
+
+class MemoryPlan:
+    """Counts a step's memory for settings of one model.
+
+    Args:
+        config: of the model; `onepass.gpt.memory.uncounted` says which settings are not counted.
+        ranks: of all tensor-parallel and data-parallel groups.
+    """
+
+    def __init__(self, config: Config, ranks: int = 1) -> None:
+        self.ranks, self.data = ranks, ranks // config.tensor_model_parallel_size
+        self.model = Model(rank_config(config), device="meta", seed=0)
+        self.named = [*self.model.named_parameters()]
+
+    def microbatches(self, options: Options) -> int:
+        """Return how many of them a rank has in a step."""
+        return max(1, (options.global_batch_size or 0) // (options.micro_batch_size * self.data))
+
+    def of_step(self, config: Config, options: Options, optimizer: OptimizerMemory, gpu: int) -> StepMemory:
+        """Return the memory of a step on GPUs of so many bytes. `config` may recompute otherwise than the plan's own."""
+        shared = self.data if options.use_distributed_optimizer else 1
+        weights = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
+        on_gpu = 0 if optimizer.offload_optimizer else 1
+        masters = on_gpu * sum(p.numel() * _MASTER_BYTES[p.dtype] for _, p in self.named) // shared
+        count = sum(p.numel() for _, p in self.named)
+        moments = int(on_gpu * count * _MOMENT_BYTES[optimizer.optimizer_moments]) // shared
+        tokens = options.micro_batch_size * options.seq_length
+        blocks = [block_memory(config, tokens, at) for at in range(config.num_layers)]
+        come = self._gradients(options, optimizer)
+
+        def at(gradients: int, layers: list[BlockMemory], ends: int, working: int) -> MemoryAt:
+            kept: Counter[str] = Counter()
+            for block in layers:
+                kept.update(block.kept)
+            return MemoryAt(weights, masters, moments, gradients, dict(kept), ends, working + _CUBLAS)
+
+        loss = at(come[0], blocks, ends_bytes(config, tokens), self._head(config, tokens, gpu))
+        backwards = [
+            at(come[len(blocks) - number], blocks[: number + 1], 0, block.again + block.backward)
+            for number, block in enumerate(blocks)
+        ]
+        return StepMemory(loss, max(backwards, key=lambda each: each.total), at(come[-1], [], 0, 0))
+
+    def _head(self, config: Config, tokens: int, gpu: int) -> int:
+        """Return the head's most bytes, hidden's gradient included, as its op plans them."""
+        machine = MachineSpeed(5e14, 3e12, gpu, gpu // 32, gpu // 10)  # plans depend on times only relative to each other
+        sizes = tokens, config.hidden_size, rank_config(config).vocab_size, config.dtype.itemsize
+        wide, shared = config.fp32_logits and config.dtype.itemsize < _FP32, config.tensor_model_parallel_size > 1
+        return make_plan(PlanInputs(*sizes, wide, True, True, True, True, True, None, shared, None), machine).bytes
+
+    def _gradients(self, options: Options, optimizer: OptimizerMemory) -> list[int]:
+        """Return the gradients' bytes at the head, at each block's backward from the last one on, and at the end."""
+        released = releases(self.model, options, ParallelLayout(torch.device("cuda"), ranks=self.ranks))
+        buffers = self._buffers(released or optimizer.step_in_backward)
+        whole, stages = sum(size for _, size in buffers), len(self.model.layers) + 2
+        if optimizer.step_in_backward:
+            return [max(size for _, size in buffers)] * stages
+        if not released or self.microbatches(options) > 1:  # those of earlier microbatches are there
+            return [whole] * stages
+        come: set[str] = set()
+        found = []
+        for names in self._order():
+            come |= names
+            found.append(sum(size for those, size in buffers if not come.isdisjoint(those)))
+        return [*found, whole]
+
+    def _buffers(self, released: bool) -> list[tuple[set[str], int]]:
+        """Return the buffers of `MainGrads`: whose gradients lie in each, and its bytes."""
+        planned = plan_buckets(self.named, BUCKET_BYTES // _FP32)
+        sizes = [round_up(places[-1].stop, ALIGNED * self.data) for places in planned]
+        found: dict[Any, tuple[set[str], int]] = {}
+        for key, places, size in zip(
+            plan_buffers(planned, sizes, RELEASED_BYTES // _FP32 if released else None), planned, sizes, strict=True
+        ):
+            names, total = found.get(key, (set(), 0))
+            found[key] = names | {place.name for place in places}, total + size * _FP32
+        return [*found.values()]
+
+    def _order(self) -> Iterator[set[str]]:
+        """Yield names of parameters whose gradients come before the most of the head, and then of each block's backward."""
+        head = "output_layer.weight" if "output_layer.weight" in dict(self.named) else "embedding.word_embeddings.weight"
+        yield {head}
+        before = {name for name, _ in self.model.named_parameters() if name.startswith("final_layernorm.")}
+        for block in reversed([*self.model.layers.items()]):
+            prefix, parameters = f"layers.{block[0]}.", [name for name, _ in block[1].named_parameters()]
+            yield before | {prefix + name for name in parameters if name.startswith(("mlp.linear_fc2.", "mlp.experts.weight2"))}
+            before = {prefix + name for name in parameters}
+
+
+def check_counted(config: Config, options: Options) -> str | None:
+    """Return why a run's memory is not counted, or None."""
+    more = {"use_fsdp": False, "lora_rank": None, "cuda_graphs": None}
+    wrong = [f"{name} must be {value}" for name, value in more.items() if getattr(options, name) not in (value, False)]
+    return next(iter([*uncounted(config), *wrong]), None)

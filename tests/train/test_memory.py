@@ -1,0 +1,178 @@
+"""The memory that a step is planned to take, beside what GPUs took, and what `onepass plan` says of it."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from onepass import cli
+from onepass.gpt import preset
+from onepass.train.memory import MemoryPlan, OptimizerMemory, check_counted
+from onepass.train.options import TRAINING, Options
+
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "scripts"
+GIB = 1 << 30
+H100 = int(79.2 * GIB)
+EIGHT_B = {"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8}
+STEPS = {  # the file's row: the preset and its changes, the training's
+    ("gpt_124M", "124M", "onepass"): ({}, {}),
+    ("gpt_1B", "1B", "onepass"): ({}, {}),
+    ("gpt_fp8_1B", "1B", "onepass, fp8"): ({"fp8_format": "hybrid"}, {}),
+    ("gpt_fp8_8B", "8B_four_layers", "onepass"): (EIGHT_B, {"seq_length": 8192, "micro_batch_size": 1}),
+    ("gpt_fp8_8B", "8B_four_layers", "onepass, fp8"): (
+        EIGHT_B | {"fp8_format": "hybrid"}, {"seq_length": 8192, "micro_batch_size": 1}
+    ),
+}  # fmt: skip
+RANKS = json.loads((MEASURED / "gpt_parallel_2.json").read_text())["rows"]
+
+
+def planned(config, options, optimizer=OptimizerMemory(), ranks=1, gpu=H100):  # noqa: B008  # frozen
+    return MemoryPlan(config, ranks).of_step(config, options, optimizer, gpu)
+
+
+@pytest.mark.parametrize("row", STEPS, ids=" ".join)
+def test_a_step_takes_what_was_measured(row):
+    (file, case, way), (model, training) = row, STEPS[row]
+    name = "1B" if case == "8B_four_layers" else case
+    config = preset(name, params_dtype="bf16", **model)
+    options = Options.from_dict(TRAINING[name] | training | {"cuda_graphs": False})
+    measured = json.loads((MEASURED / f"{file}.json").read_text())["rows"][case][way]["peak_gib"]
+    assert planned(config, options).total / GIB == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("name", [name for name, row in RANKS.items() if row["case"] != "pp" and "pp" not in name])
+def test_so_do_ranks(name):
+    row = RANKS[name]
+    config = preset("1B", params_dtype="bf16", **row["model"])
+    kept = {"seq_length": 4096, "cuda_graphs": False, "release_main_grads": False}
+    options = Options.from_dict(
+        kept | {"micro_batch_size": row["micro"], "global_batch_size": row["sequences"]} | row["training"]
+    )
+    step = planned(config, options, ranks=row["ranks"])
+    assert step.total / GIB == pytest.approx(row["peak_gib"], rel=0.02)
+
+
+def test_optimizers_state():
+    config, options = preset("124M", params_dtype="bf16"), Options.from_dict(TRAINING["124M"])
+    count = config.parameters_count()
+    moments = {
+        name: planned(config, options, OptimizerMemory(optimizer_moments=name)).update.moments / count
+        for name in ("fp32", "bf16", "8bit")
+    }
+    assert moments == pytest.approx({"fp32": 8, "bf16": 4, "8bit": 2 + 8 / 256}, rel=1e-4)
+    away = planned(config, options, OptimizerMemory(offload_optimizer=True)).update
+    assert (away.masters, away.moments) == (0, 0)
+    whole, part = planned(config, options).update, planned(config, options, OptimizerMemory(step_in_backward=True)).update
+    assert whole.gradients / count == pytest.approx(4, rel=1e-3)
+    assert 4 * 768 * 50304 <= part.gradients < 0.6 * whole.gradients  # the largest has a buffer of its own
+
+
+def test_gradients_of_earlier_microbatches_are_there_in_each_forward():
+    config, options = preset("1B", params_dtype="bf16"), Options.from_dict(TRAINING["1B"])
+    one, two = planned(config, options), planned(config, options.replace(global_batch_size=8))
+    assert one.loss.gradients < 0.25 * two.loss.gradients
+    assert two.loss.gradients == two.update.gradients == one.update.gradients
+
+
+def test_the_first_two_of_four_blocks_are_recomputed():
+    base = preset("tiny", params_dtype="bf16")
+    none, two, full = (
+        planned(base.replace(recompute_granularity=how, recompute_num_layers=layers), Options()).loss.layers
+        for how, layers in ((None, None), ("full", 2), ("full", None))
+    )
+    assert two["input"] == full["input"] / 2
+    assert {name: 2 * size for name, size in two.items() if name != "input"} == none
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        ({"attention_fusion": False}, {}, "attention_fusion must be True, but is False"),
+        ({"mtp_num_layers": 1}, {}, "mtp_num_layers must be None, but is 1"),
+        ({}, {"use_fsdp": True}, "use_fsdp must be False"),
+        ({}, {"lora_rank": 4}, "lora_rank must be None"),
+        ({}, {}, None),
+    ],
+)
+def test_what_is_not_counted(config, options, said):
+    assert check_counted(preset("tiny", **config), Options(**options)) == said
+
+
+# ---- the command ----
+
+
+def run(capsys, *argv):
+    try:
+        status = cli.main(("plan", *argv))
+    except SystemExit as stopped:
+        status = stopped.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def gib_of(line):
+    return float(line[46:].split()[0])
+
+
+def test_what_does_not_fit_is_told_what_to_change(capsys):
+    began = time.perf_counter()
+    status, out, err = run(capsys, "--preset", "8B", "--seq", "8192", "--gpu", "79")
+    assert time.perf_counter() - began < 5
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("8,030.3M parameters in bf16, microbatches of 1 x 8192 tokens, on one GPU of 79 GiB")
+    rows = {line[2:42].strip(): [float(cell) for cell in line[42:].split()] for line in lines[3 : lines.index("", 3)]}
+    assert rows["weights"] == rows["masters"] == [14.96] * 3
+    assert sum(rows[name][0] for name in rows if name != "together" and "each" not in name) == pytest.approx(
+        rows["together"][0], abs=0.05
+    )
+    at = lines.index("The cheapest that fits:")
+    assert "does not fit" not in lines[at + 1] and "fits" in lines[at + 1]
+    flags = lines[at + 1].split("  ")[1].split()
+    assert "It fits" in run(capsys, "--preset", "8B", "--gpu", "79", *flags)[1]
+    for line in lines[:at]:  # each by itself is what the command says with that flag
+        if line.startswith("  --"):
+            changed = run(capsys, "--preset", "8B", "--gpu", "79", *line[2:46].split())[1]
+            together = next(row for row in changed.splitlines() if row.startswith("  together"))
+            assert max(map(float, together.split()[1:])) == gib_of(line)
+
+
+def test_what_fits_is_told_so(capsys):
+    status, out, _ = run(capsys, "--gpu", "8")
+    assert status == 0 and "It fits, with 6.9 GiB to spare" in out and "--step-in-backward" not in out
+
+
+def test_nothing_helps(capsys):
+    assert "All of these together do not fit" in run(capsys, "--preset", "8B", "--gpu", "10")[1]
+
+
+def test_ranks_are_offered_the_distributed_optimizer_first(capsys):
+    lines = run(capsys, "--preset", "8B", "--ranks", "8")[1].splitlines()
+    assert "8 GPUs, tensor 1 x data 8, each of 80 GiB" in lines[0]
+    changes = [line for line in lines if line.startswith("  --")]
+    assert changes[0].startswith("  --use-distributed-optimizer ")
+
+
+def test_a_runs_file(capsys, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("num_layers: 3\nparams_dtype: bf16\nseq_length: 64\ndata: [there]\n")
+    assert "activations of 3 blocks" in run(capsys, "--config", str(path))[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--num-expert", "4"], "unrecognized arguments: --num-expert 4: did you mean --num-experts?"),
+        (["--block-size", "64"], "in place of --block-size: --seq-length"),
+        (["--no-attention-fusion"], "attention_fusion must be True, but is False: this is not counted"),
+        (["--seq", "2048"], "seq_length must be at most max_position_embeddings, 1024, but is 2048"),
+        (["--ranks", "3", "--tensor-model-parallel-size", "2"], "--ranks must be a multiple of tensor_model_parallel_size, 2"),
+        (["--gpu", "0"], "--gpu must be a GPU's memory in GiB, such as 80, but is 0"),
+        (["--preset", "8b"], "--preset must be one of"),
+        (["--num-attention-heads", "3"], "hidden_size must be a multiple of num_attention_heads, 3"),
+    ],
+)
+def test_what_can_not_be_planned(argv, said, capsys):
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (2, "") and said in err and err.count("\n") == 1
