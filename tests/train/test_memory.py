@@ -5,10 +5,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from onepass import cli
 from onepass.gpt import preset
-from onepass.train.memory import MemoryPlan, OptimizerMemory, check_counted
+from onepass.train.layout import ParallelLayout
+from onepass.train.memory import (
+    MemoryPlan,
+    OptimizerMemory,
+    check_counted,
+    compare_memory,
+    describe_memory,
+    memory_of_run,
+)
 from onepass.train.options import TRAINING, Options
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "scripts"
@@ -97,6 +106,17 @@ def test_the_first_two_of_four_blocks_are_recomputed():
 )
 def test_what_is_not_counted(config, options, said):
     assert check_counted(preset("tiny", **config), Options(**options)) == said
+
+
+def test_what_a_run_says():
+    config, options = preset("8B", params_dtype="bf16"), Options.from_dict(TRAINING["8B"])
+    step = memory_of_run(config, options, ParallelLayout(torch.device("cpu")))
+    assert describe_memory(step, 32) == (
+        "Memory: weights 15 GiB, masters 15 GiB, moments 59.8 GiB, gradients 29.9 GiB, activations 23 GiB, 737 MiB a block "
+        "(residual stream 128 MiB, queries, keys, values 96 MiB, attention's output 65 MiB, MLP 448 MiB)."
+    )
+    assert compare_memory(step, int(1.02 * step.total)).endswith(" (+2.0%).")
+    assert memory_of_run(config.reference(), options, ParallelLayout(torch.device("cpu"))) is None
 
 
 # ---- the command ----

@@ -26,6 +26,7 @@ from onepass.train.batches import Batches
 from onepass.train.files import write_atomically
 from onepass.train.layout import ParallelLayout
 from onepass.train.live import Live, MatrixPeak
+from onepass.train.memory import compare_memory, describe_memory, memory_of_run
 from onepass.train.options import Options
 from onepass.train.packing import Documents, PackedBatches
 from onepass.train.precision import Counts, Saturation, has_delayed_scales
@@ -98,6 +99,9 @@ class TrainRun:
                 self.live.say(batches.summary())
                 self.live.flops = self.config.flops_per_token(batches.mean_span, frozen=frozen)
             self.trained = make(self.config, options, layout, self.plain, self.live.say)
+            planned = None if self.plain else memory_of_run(self.config, options, layout)
+            if planned is not None:
+                self.live.say(describe_memory(planned, self.config.num_layers))
             verify = options.verify_checksums
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
             self._saturation = Saturation(self.trained.model, self.config, layout, self.size * options.seq_length)
@@ -108,6 +112,8 @@ class TrainRun:
                 layout.on_first(lambda: self._write_first_files(before, first))
                 self._stepping = True
                 self._steps(first)
+                if planned is not None and layout.device.type == "cuda" and not self.trained.steps.replays:
+                    self.live.say(compare_memory(planned, torch.cuda.max_memory_allocated(layout.device)))
             finally:
                 self._stepping = False
                 if self.record is not None:

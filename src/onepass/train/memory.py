@@ -25,6 +25,7 @@ from onepass.gpt.memory import BlockMemory, block_memory, ends_bytes, rank_confi
 from onepass.gpt.settings import Settings, setting
 from onepass.gradients.buckets import ALIGNED, BUCKET_BYTES, RELEASED_BYTES, plan_buckets, plan_buffers, round_up
 from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, make_plan
+from onepass.profiling.units import size as _size
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.updates import releases
@@ -171,3 +172,31 @@ def check_counted(config: Config, options: Options) -> str | None:
     more = {"use_fsdp": False, "lora_rank": None, "cuda_graphs": None}
     wrong = [f"{name} must be {value}" for name, value in more.items() if getattr(options, name) not in (value, False)]
     return next(iter([*uncounted(config), *wrong]), None)
+
+
+# ---- what a run says ----
+
+
+def memory_of_run(config: Config, options: Options, layout: ParallelLayout) -> StepMemory | None:
+    """Return the memory of a rank's steps, or None where it is not counted."""
+    if check_counted(config, options) is not None:
+        return None
+    device = layout.device
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 16 << 30
+    return MemoryPlan(config, layout.ranks).of_step(config, options, OptimizerMemory(), there)
+
+
+def describe_memory(step: StepMemory, blocks: int) -> str:
+    """Return a line on where a run's memory goes."""
+    at = step.update
+    state = {"weights": at.weights, "masters": at.masters, "moments": at.moments, "gradients": at.gradients}
+    said = [f"{name} {_size(count)}" for name, count in state.items() if count]
+    each = [f"{name} {_size(count / blocks)}" for name, count in step.loss.layers.items()]
+    kept = sum(step.loss.layers.values())
+    said.append(f"activations {_size(kept)}, {_size(kept / blocks)} a block ({', '.join(each)})")
+    return f"Memory: {', '.join(said)}."
+
+
+def compare_memory(step: StepMemory, peak: int) -> str:
+    """Return a line on what a GPU has taken at most, beside what was planned."""
+    return f"Memory at most: {_size(peak)}; planned: {_size(step.total)} ({peak / step.total - 1:+.1%})."
