@@ -46,6 +46,7 @@ class Case(NamedCase):
     each: bool = False  # each sequence has its own tables
     norm: bool | None = None  # of q's and k's heads: whether the weights are zero-centred; None: there is none
     by_group: bool = False  # qkv has for each group its queries, its key and its value
+    gated: bool = False  # each head's query is followed by its gate
     overwrite: bool = False
     small: bool = False
 
@@ -108,9 +109,9 @@ def draw(case: Case, seed: int = 0):
     def randn(*shape):
         return torch.randn(shape, generator=generator)
 
-    every = case.heads + 2 * case.groups
-    qkv = randn(case.B, case.S, every, case.D)
-    qkv[:, :, : case.heads + case.groups] *= case.spread
+    queries = case.heads * (1 + case.gated)
+    qkv = randn(case.B, case.S, queries + 2 * case.groups, case.D)
+    qkv[:, :, : queries + case.groups] *= case.spread
     qkv = qkv.flatten(2).to(case.dtype).to(DEVICE)
     dy = randn(case.B, case.S, case.heads * case.D).to(case.dtype).to(DEVICE)
     if not case.R:
@@ -135,11 +136,16 @@ def small_tiles(module, small: bool = True):
 # ---- the oracle ----
 
 
+def gates_of(case: Case, qkv):
+    return qkv[..., : 2 * case.heads * case.D].unflatten(-1, (case.heads, 2, case.D))[..., 1, :]
+
+
 def as_parts(case: Case, y: torch.Tensor, dqkv: torch.Tensor, *rest: torch.Tensor):
     """Return the results by name. The softmax over one token is constant, so only v has a gradient then."""
     names = [*(["dsinks"] if case.sinks else []), *(["dq_weight", "dk_weight"] if case.norm is not None else [])]
-    dq, dk, dv = parts_of(dqkv, case.heads, case.groups)
+    dq, dk, dv = parts_of(dqkv, case.heads, case.groups, case.gated)
     found = {"y": y, "dv": dv} if case.S == 1 else {"y": y, "dq": dq, "dk": dk, "dv": dv}
+    found |= {"dgates": gates_of(case, dqkv)} if case.gated else {}
     return found | dict(zip(names, rest, strict=True))
 
 
@@ -151,15 +157,16 @@ def exact(case: Case, qkv, cos, sin, dy):
     """In fp64, by the oracle that shares no code with the op; a sequence at a time."""
     leaf, sinks, weights = qkv.detach().double().requires_grad_(), case.draw_sinks(), case.draw_weights()
     each, rows = [], leaf
-    if weights:
-        q, k, v = parts_of(leaf, case.heads, case.groups)
-        q, k = (normed(x, weight, case.norm) for x, weight in zip((q, k), weights, strict=True))
+    if weights or case.gated:
+        q, k, v = parts_of(leaf, case.heads, case.groups, case.gated)
+        q, k = (normed(x, weight, case.norm) for x, weight in zip((q, k), weights, strict=True)) if weights else (q, k)
         rows = torch.cat([q, k, v], 2).flatten(2)
     for b in range(case.B):
         tables = {"cos": cos[b] if case.each else cos, "sin": sin[b] if case.each else sin} if case.R else {}
         given = case.options | {name: table.double() for name, table in tables.items()}
         each.append(packed_attention(rows[b : b + 1], case.heads, case.groups, **given, sinks=sinks))
     y = torch.cat(each)
+    y = y * gates_of(case, leaf).flatten(2).sigmoid() if case.gated else y
     asked = [leaf, *([] if sinks is None else [sinks]), *weights]
     return as_parts(case, y.detach(), *torch.autograd.grad(y, asked, dy.double()))
 
@@ -190,7 +197,7 @@ def baseline(case: Case, qkv, cos, sin, dy):
 
     if cos is not None:
         cos, sin = tables_of_documents(cos, sin, case.boundaries if case.lengths else None, case.S)
-    q, k, v = parts_of(qkv.detach().float(), case.heads, case.groups)
+    q, k, v = parts_of(qkv.detach().float(), case.heads, case.groups, case.gated)
     weights = case.draw_weights()
     if weights:
         (q_leaf, q), (k_leaf, k) = into(q, weights[0]), into(k, weights[1])
@@ -213,7 +220,10 @@ def baseline(case: Case, qkv, cos, sin, dy):
     p = (scores - highest).exp()
     total = p.sum(-1, keepdim=True) + (0 if sinks is None else (sinks - highest).exp())
     y = rounded(rounded(p) @ v / total)
-    p, dy = p / total, heads_first(dy.float().unflatten(-1, (case.heads, -1)))
+    p, dy, out = p / total, heads_first(dy.float().unflatten(-1, (case.heads, -1))), y
+    if case.gated:
+        s = heads_first(gates_of(case, qkv.float()).sigmoid())
+        out, dy, dgates = y * s, rounded(dy * s), (dy * y * s * (1 - s)).transpose(1, 2)
     delta = (dy * y).sum(-1, keepdim=True)
     ds = rounded(p * (dy @ v.mT - delta) * slope)
     dq, dk, dv = rounded(ds @ k * scale), ds.mT @ q * scale, rounded(p).mT @ dy
@@ -221,11 +231,12 @@ def baseline(case: Case, qkv, cos, sin, dy):
     dweights = []
     if weights:
         pairs = [torch.autograd.grad(y, (x, w), dx) for (y, x, w), dx in zip(of_norm, (dq, dk), strict=True)]
-        dqkv, dweights = torch.cat([*(dx for dx, _ in pairs), dv], 2).flatten(2), [dw for _, dw in pairs]
+        (dq, dk), dweights = (dx for dx, _ in pairs), [dw for _, dw in pairs]
     else:
-        dqkv = torch.cat([rotated(dq, -1), rotated(dk, -1), dv], 2).flatten(2)
+        dq, dk = rotated(dq, -1), rotated(dk, -1)
+    dqkv = torch.cat([torch.stack([dq, dgates], 3).flatten(2, 3) if case.gated else dq, dk, dv], 2).flatten(2)
     dsinks = None if sinks is None else -((sinks - highest).exp() / total * delta).sum((0, 2, 3))
-    return as_parts(case, y.transpose(1, 2).flatten(2), dqkv, *([] if dsinks is None else [dsinks]), *dweights)
+    return as_parts(case, out.transpose(1, 2).flatten(2), dqkv, *([] if dsinks is None else [dsinks]), *dweights)
 
 
 def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
@@ -233,7 +244,7 @@ def computed(module, case: Case, qkv, cos, sin, dy, backend: str = "triton"):
     leaf, sinks, weights = qkv.detach().requires_grad_(), case.draw_sinks(), case.draw_weights()
     made = Made.apply(by_group(case, leaf) if case.by_group else leaf, case.layout)
     options = case.options | {"cos": cos, "sin": sin, "sinks": sinks, "overwrite": case.overwrite, "backend": backend}
-    options |= {"by_group": True} if case.by_group else {}
+    options |= {name: True for name in ("by_group", "gated") if getattr(case, name)}
     options |= case.norm_options | dict(zip(("q_weight", "k_weight"), weights, strict=False))
     y = module.attention(made, case.heads, case.groups, **options)
     dqkv, *rest = torch.autograd.grad(y, [leaf, *([] if sinks is None else [sinks]), *weights], dy)
@@ -292,6 +303,7 @@ def small_cases() -> list[Case]:
         *normed_cases(),
         *grouped_cases(),
         *packed_cases(),
+        *gated_cases(),
     ]
 
 
@@ -317,6 +329,18 @@ def grouped_cases() -> list[Case]:
         replace(case, heads=6, groups=3, norm=True, R=12, causal=False),
         replace(case, heads=4, groups=2, layout="sliced", norm=False),
         packed((33, 0, 20), heads=4, groups=2, R=8, sinks=True, window=9, small=True, by_group=True),
+    ]
+
+
+def gated_cases() -> list[Case]:
+    """Return gates beside the queries, by themselves and with what else attention has, in small tiles."""
+    case = Case(small=True, gated=True)
+    return [
+        replace(case, heads=4, groups=2, D=32, R=8, norm=True),
+        replace(case, S=40, heads=3, groups=1, D=80, R=0, layout="sliced", dtype=FP16),
+        replace(case, heads=6, groups=2, R=8, interleaved=True, overwrite=True, layout="swapped"),
+        replace(case, heads=2, groups=2, R=12, layout="strided"),
+        packed((33, 0, 20), heads=4, groups=1, norm=False, window=9, sinks=True, small=True, gated=True),
     ]
 
 

@@ -312,7 +312,7 @@ def test_registered_ops_with_tables_are_sound():
     """The contract's sample has no tables."""
     qkv, cos, sin = (t.detach() for t in tensors(S=8))
     tests = "test_schema", "test_faketensor"  # the contract has the rest
-    options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0, 1e-6, False, True, "", False, False
+    options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0, 1e-6, False, True, "", False, False, False
     some = torch.tensor([0, 2, 8]).int().to(DEVICE), torch.randn(HEADS, device=DEVICE)
     weights = torch.randn(2, 16, device=DEVICE).unbind()
     for documents, sinks, norm in ((None, None, (None, None)), (*some, (None, None)), (*some, weights)):

@@ -86,7 +86,7 @@ def test_registered_ops_are_sound():
     (qkv, cos, sin), weights = projection(S=8), torch.randn(2, D, device=DEVICE).unbind()
     qkv = qkv.detach()
     for sequence_first, x in ((True, qkv), (False, qkv.contiguous())):
-        options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0, 1e-6, False, True, "", True, sequence_first
+        options = HEADS, GROUPS, False, 0.25, -1, 0, 0.0, 1e-6, False, True, "", True, sequence_first, False
         for tables, norm in (((cos, sin), (None, None)), ((cos, sin), weights), ((None, None), (None, None))):
             given = *tables, None, None, *norm
             torch.library.opcheck(module._forward_op.op, (x, *given, *options), test_utils=tests)

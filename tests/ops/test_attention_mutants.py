@@ -7,7 +7,7 @@ from ops.attention_oracle import judge_case, small_cases
 from ops.mutants import mutant_tests
 
 pytest.importorskip("triton")
-from onepass.ops.attention import arguments, backward, formula, forward, grouped, layout, scores
+from onepass.ops.attention import arguments, backward, formula, forward, gate_kernels, grouped, layout, scores
 from onepass.ops.attention import document_kernels as kernels
 from onepass.runtime import documents
 
@@ -71,9 +71,18 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "dk in dv's place": (grouped, "empty_gradients", "(q), dk, dv", "(q), dv, dk", 11),
     "the first sequence's tables for all": (grouped, "_table_by_group", ".unsqueeze(2)", ".unsqueeze(2)[:1]", 10),
     "results not in the projection's order": (layout, "is_sequence_first", "x.stride(0) < x.stride(1)", "False", 13),
+    # ---- gates ----
+    "the gate itself": (gate_kernels, "_gate_forward_kernel", "y * s, mask", "y * gate, mask", 34),
+    "the query for the gate": (formula, "gates_of", "select(-2, 1)", "select(-2, 0)", 34),
+    "the slope without the sigmoid": (gate_kernels, "_gate_backward_kernel", "dy * y * rest", "dout * y * rest", 34),
+    "dy not gated": (gate_kernels, "_gate_backward_kernel", "dy = dout * s", "dy = dout", 34),
+    "gates of neighbours": (gate_kernels, "_tile", "columns // D * (2 * D)", "columns // D * D", 34),
+    "the last token left out": (gate_kernels, "_launch", "*tensors, M)", "*tensors, M - 1)", 34),
+    "gates not kept": (grouped, "rotated_copy", ".copy_(gates_of(qkv, options))", ".zero_()", 36),
+    "gates' gradient in another tensor": (module, "_backward", "dqkv if of_qkv else None, options", "None, options", 34),
     # ---- the op ----
-    "gradients not rotated back": (module, "_backward", "True, (dq, dk)", "False, (dq, dk)", 31),
-    "gradients in halves": (module, "_backward", "dk, options.interleaved", "dk, False", 5),
+    "gradients not rotated back": (module, "_backward", "True, places[:2]", "False, places[:2]", 31),
+    "gradients in halves": (module, "_backward", "*gradients[:2], options.interleaved", "*gradients[:2], False", 5),
     "k not rotated": (grouped, "rotated_copy", "(into_q, into_k)", "(into_q, into_k.clone())", 19),
     "v not kept": (grouped, "rotated_copy", "copy_(v)", "zero_()", 19),
     "overwritten unasked": (module, "_forward", "if overwrite", "if True", 19),

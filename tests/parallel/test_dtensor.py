@@ -188,6 +188,7 @@ def test_results_and_gradients_are_those_of_plain_tensors(group, op, by):
         ("attention", "qkv", "S(0)", ["S(0)"]),
         ("attention", "qkv", "S(1)", ["R"]),
         ("attention", "qkv", "S(2)", ["S(2)"]),
+        ("attention: gated", "qkv", "S(2)", ["S(2)"]),
         ("latent_attention", "q", "S(0)", ["S(0)"]),
         ("latent_attention", "kv", "S(1)", ["R"]),
         ("latent_attention", "q", "S(2)", ["R"]),

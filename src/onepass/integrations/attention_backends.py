@@ -47,7 +47,7 @@ def _refuses(name: str, *args: Any, **given: Any) -> Reason:
         return "qkv is empty"
     if under_functorch():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
-    D = head_size(qkv, call.heads, call.groups)
+    D = head_size(qkv, call.heads, call.groups, call.gated)
     if D % 8 or D > 256:
         return f"heads of {D} are no multiple of 8 up to 256"
     return _REFUSALS[name](call, D, options_of(call))

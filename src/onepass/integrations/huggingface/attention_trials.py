@@ -76,22 +76,19 @@ class FusedAttention:
 
     def arranged(
         self, qkv: Tensor, norms: tuple[Callable[[Tensor], Tensor], ...], of_values: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return q, k and v as attention takes them, and the gate. norms: of rows, of q and of k, or none; and of v's heads."""
-        if not (self.gated or norms or self.shares or of_values):
-            return qkv, None
-        columns = qkv.shape[-1] // (self.heads * (1 + self.gated) + (2 - self.shares) * self.groups)  # of a head
-        sizes = [columns * self.heads * (1 + self.gated), *[columns * self.groups] * (2 - self.shares)]
+    ) -> Tensor:
+        """Return q, k and v as attention takes them. norms: of rows, of q and of k, or none; and of v's heads."""
+        if not (norms or self.shares or of_values):
+            return qkv
+        columns = qkv.shape[-1] // (self.heads + (2 - self.shares) * self.groups)  # of a head
+        sizes = [columns * self.heads, *[columns * self.groups] * (2 - self.shares)]
         q, k, *values = qkv.split(sizes, -1)
         v = k if self.shares else values[0]
-        gate = None
         if of_values is not None:
             v = of_values(v.unflatten(-1, (self.groups, columns))).flatten(-2)
-        if self.gated:
-            q, gate = (x.flatten(-2) for x in q.unflatten(-1, (self.heads, 2 * columns)).chunk(2, -1))
         if norms:
             q, k = norms[0](q), norms[1](k)
-        return torch.cat([q, k, v], -1), gate
+        return torch.cat([q, k, v], -1)
 
     def words(self) -> str:
         kinds = [f"{' and '.join(dict.fromkeys(self.norms))}{' of rows' if self.rows else ''}"] if self.norms else []
@@ -296,6 +293,8 @@ def _as_attention(
     if widths is None or (norms and sorted(widths) not in ([size, size], sorted([heads * size, groups * size]))):
         return None
     whole = replace(whole, rows=bool(norms) and widths != [size, size])
+    if gated and (whole.rows or factor is not None):
+        return None
     if len(projections.names) > 3 or sum(projections.sizes) != (heads * (1 + gated) + (2 - shares) * groups) * size:
         return None
     if heads * size != sizes_of(module._modules[out])[0]:
@@ -310,7 +309,7 @@ def _as_attention(
     weights_of = {name: randn(width, seed=50 + i) for i, (name, width) in enumerate(zip(norms, widths, strict=True))}
     stand_ins = {name: (weight, Function(partial(normed, weight=weight))) for name, weight in weights_of.items()}
     one = torch.ones(size, dtype=FP64)
-    weightless = _weightless_in(module)
+    weightless = {} if gated else _weightless_in(module)
     of_values = {name: Function(partial(normed, weight=one)) for name in weightless}
     pairs_of_norms = [*permutations(norms)]
     if not norms and rotation is not None:  # of heads, without weights
@@ -323,7 +322,7 @@ def _as_attention(
     logits = None if whole.sinks is None else randn(heads, seed=_OWN)
     made = {**layers, **of_values, **{name: child for name, (_, child) in stand_ins.items()}, out: last}
     interleaved = rotation is not None and rotation.interleaved
-    call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=EPS)
+    call = AttentionOptions(heads, groups, interleaved, whole.scale, softcap=softcap or 0.0, eps=EPS, gated=gated)
     for width in _widths(module):
         angles = randn(1, TOKENS, width // 2, seed=2)
 
@@ -332,10 +331,10 @@ def _as_attention(
             given = (HALVES if rotation is None else rotation).given(angles, of_tables) if tables else None
             weights = tuple(stand_ins[name][0] for name in names) if names and not whole.rows else (None, None)
             row_norms = tuple(stand_ins[name][1] for name in names) if whole.rows else ()
-            arranged, gate = whole.arranged(scaled, row_norms, None if value_norm is None else of_values[value_norm])
+            arranged = whole.arranged(scaled, row_norms, None if value_norm is None else of_values[value_norm])
             cos, sin = (None, None) if rotation is None else (of_tables * each[0] for each in (angles.cos(), angles.sin()))
             y = attention_formula(arranged, cos, sin, call, None, logits, weights)  # type: ignore[arg-type]
-            expected = last(y if gate is None else y * gate.sigmoid()).detach()
+            expected = last(y).detach()
             runs = (tried(module, made, x, given, by, training, mask, shared=_Unshared()) for training in (False, True))
             return all(close(each, expected, 1e-6) for each in runs)
 

@@ -174,7 +174,7 @@ class AttentionMatch:
             qkv = whole.factor.applied(qkv, whole.heads * self.head_size, options.get("position_ids"))
         row_norms = (norm_at(self.module, name) for name in whole.norms) if whole.rows else ()
         of_values = None if whole.value_norm is None else norm_at(self.module, whole.value_norm)
-        qkv, gate = whole.arranged(qkv, tuple(row_norms), of_values)  # type: ignore[arg-type]
+        qkv = whole.arranged(qkv, tuple(row_norms), of_values)  # type: ignore[arg-type]
         if documents is not None:
             qkv = qkv.view(1, B * S, -1)
             cos, sin = (None if table is None else table.expand(B, S, -1).reshape(1, B * S, -1) for table in (cos, sin))
@@ -191,12 +191,12 @@ class AttentionMatch:
             softcap=whole.softcap,
             sinks=None if whole.sinks is None else self.module._parameters[whole.sinks],
             **(whole.norm_options(self.module) or {}),
+            gated=whole.gated,
             overwrite=True,
             deterministic=False,
-            backend=backend_of(qkv, whole.heads, whole.groups, documents),
+            backend=backend_of(qkv, whole.heads, whole.groups, documents, whole.gated),
         )
-        y = y.view(B, S, -1)
-        return call_layer(self.module._modules[self.out], y if gate is None else y * gate.sigmoid()), None  # type: ignore[arg-type]
+        return call_layer(self.module._modules[self.out], y.view(B, S, -1)), None  # type: ignore[arg-type]
 
 
 def _is_harmless(name: str, value: Any, marked: bool) -> bool:

@@ -52,9 +52,9 @@ def documents_of(marker: Tensor) -> Tensor | None:
     return None if masks_nothing(marker) else marker.view(-1)
 
 
-def backend_of(qkv: Tensor, heads: int, groups: int, cu_seqlens: Tensor | None) -> str | None:
+def backend_of(qkv: Tensor, heads: int, groups: int, cu_seqlens: Tensor | None, gated: bool = False) -> str | None:
     """Return PyTorch's backend where the kernels can't take this call, else None. masks.py sends no such documents on a GPU."""
-    return None if attention_unsupported(qkv, heads, groups, cu_seqlens) is None else "torch"
+    return None if attention_unsupported(qkv, heads, groups, cu_seqlens, gated) is None else "torch"
 
 
 @dataclass(frozen=True)

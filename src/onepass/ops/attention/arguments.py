@@ -17,8 +17,8 @@ from onepass.runtime.op import Call
 Window = int | tuple[int | None, int | None] | None
 
 
-def head_size(qkv: Tensor, heads: int, groups: int | None) -> int:
-    return qkv.shape[-1] // (heads + 2 * (heads if groups is None else groups))
+def head_size(qkv: Tensor, heads: int, groups: int | None, gated: bool = False) -> int:
+    return qkv.shape[-1] // (heads * (1 + bool(gated)) + 2 * (heads if groups is None else groups))
 
 
 class AttentionCall(NamedTuple):
@@ -41,6 +41,7 @@ class AttentionCall(NamedTuple):
     eps: float = 1e-6
     zero_centered_gamma: bool = False
     by_group: bool = False
+    gated: bool = False
     overwrite: bool = False
     deterministic: bool = True
 
@@ -49,7 +50,7 @@ def make_options(call: AttentionCall | Call, in_order: bool = True, kernels: str
     """Return the options. A window as long as the tokens is none."""
     qkv, heads, groups, scale, window = call.qkv, call.heads, call.groups, call.scale, call.window
     if scale is None:
-        scale = head_size(qkv, heads, groups) ** -0.5
+        scale = head_size(qkv, heads, groups, call.gated) ** -0.5
     if window is None:
         left, right = -1, 0 if call.causal else -1
     elif isinstance(window, int):
@@ -62,6 +63,7 @@ def make_options(call: AttentionCall | Call, in_order: bool = True, kernels: str
     return AttentionOptions(
         heads, heads if groups is None else groups, bool(call.interleaved), float(scale), left, right, float(call.softcap or 0.0),
         float(call.eps), bool(call.zero_centered_gamma), in_order, kernels, by_group, by_group and is_sequence_first(qkv),
+        bool(call.gated),
     )  # fmt: skip
 
 
@@ -74,10 +76,13 @@ def check_arguments(call: AttentionCall | Call) -> None:
     groups = heads if groups is None else groups
     if heads % groups:
         raise ValueError(f"heads must be a multiple of groups, {groups}, but is {heads}")
-    every = heads + 2 * groups
+    if call.gated and call.by_group:
+        raise ValueError("gated must be False where qkv is by_group, but is True")
+    every = heads * (1 + bool(call.gated)) + 2 * groups
     if qkv.dim() != 3 or qkv.shape[-1] % every or not qkv.shape[-1]:
+        queries = "queries, each with its gate" if call.gated else "queries"
         raise ValueError(
-            f"qkv must have shape [B, S, {every} D], with {heads} heads of queries, {groups} of keys and {groups} of values, "
+            f"qkv must have shape [B, S, {every} D], with {heads} heads of {queries}, {groups} of keys and {groups} of values, "
             f"but has {tuple(qkv.shape)}"
         )
     for name, number in (("scale", call.scale), ("softcap", call.softcap)):

@@ -3,11 +3,12 @@
 Formula  y = softmax(scale q k^T, each token seeing those up to itself) v, for each head; groups of heads share keys and values.
          q and k are rotated as ops/attention/rope.py has it and rounded to qkv's type. Sums in fp32; the softmax, and the
          gradient of the scores, are rounded to qkv's type as operands of products are. With weights, q's and k's heads are
-         normalised before they are rotated, as there.
-Shapes   qkv [B, S, (heads + 2 groups) D]: all queries, then keys, then values; cos and sin [S, R/2]; y [B, S, heads D].
+         normalised before they are rotated, as there. Gated, y is then multiplied by the sigmoid of each head's gate.
+Shapes   qkv [B, S, (heads + 2 groups) D]: all queries, then keys, then values; cos and sin [S, R/2]; y [B, S, heads D]. Gated,
+         each head's query is followed by its gate.
 Saves    qkv with q and k rotated, which with `overwrite` is qkv's own memory; y; and for each head and token the logarithm of its
          sum, in fp32. No scores. With weights: qkv as it came, and beside it q and k rotated, without v. By group: a copy of
-         qkv's parts with q and k rotated, or q and k beside qkv with weights.
+         qkv's parts with q and k rotated, or q and k beside qkv with weights. Gated, y before its gate.
 Bytes    forward rotates q and k (read and written once) and reads q once, k and v once for each block of queries; backward has a
          kernel for dq and one for dk and dv, each of which computes the softmax again. All gradients are written in place in one
          tensor of qkv's shape, in which those of q and k are rotated back.
@@ -15,7 +16,8 @@ Sums     in a fixed order: no atomics, and what a sequence gives does not depend
          PyTorch's attention runs between the rotations where that is faster: cuDNN's, from Hopper on. On Hopper cuDNN's kernels
          and flash-attn-4's replace ours where they are faster, in the order that is asked for: ops/attention/choice.py.
 Kernels  ops/attention/forward.py, ops/attention/backward.py, ops/attention/rope_kernels.py. By group:
-         ops/attention/grouped.py. Others: ops/attention/by_cudnn.py, ops/attention/by_flash.py, ops/attention/by_pytorch.py.
+         ops/attention/grouped.py. Gates: ops/attention/gate_kernels.py. Others: ops/attention/by_cudnn.py,
+         ops/attention/by_flash.py, ops/attention/by_pytorch.py.
 """
 
 from __future__ import annotations
@@ -30,10 +32,15 @@ from onepass.gradients.vectors import contiguous_param, saved_vectors
 from onepass.kernels.language import kernels_unsupported
 from onepass.ops.attention.arguments import AttentionCall, Window, check_arguments, head_size, make_options
 from onepass.ops.attention.backward import BackwardCall, attend_backward, backward_tiles, sinks_gradient
-from onepass.ops.attention.by_cudnn import attend_backward_by_cudnn, attend_by_cudnn
+from onepass.ops.attention.by_cudnn import (
+    attend_backward_by_cudnn,
+    attend_backward_in_any_order,
+    attend_by_cudnn,
+    parts_by_cudnn,
+)
 from onepass.ops.attention.by_flash import attend_backward_by_flash, attend_by_flash
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
-from onepass.ops.attention.choice import CUDNN, FLASH, backward_kernels, forward_kernels, in_order, pytorch_is_faster
+from onepass.ops.attention.choice import CUDNN, FLASH, PYTORCH, backward_kernels, forward_kernels, in_order, pytorch_is_faster
 from onepass.ops.attention.formula import (
     AttentionOptions,
     Weights,
@@ -44,6 +51,7 @@ from onepass.ops.attention.formula import (
     parts_of,
 )
 from onepass.ops.attention.forward import attend, forward_tiles, head_block, lse_size
+from onepass.ops.attention.gate_kernels import gate_op, ungate
 from onepass.ops.attention.grouped import (
     empty_gradients,
     empty_memory,
@@ -107,7 +115,7 @@ def _forward(
         parts = parts_of_memory(rotated, qkv, options, head_size(qkv, heads, groups))
         q, k, v = rotate_groups(readable, cos, sin, parts, options, norm)
     else:
-        q, k, v = parts_of(readable, heads, groups)
+        q, k, v = parts_of(readable, *options.layout)
     if cos is not None and sin is not None and not options.by_group:
         if norm is not None:
             rotated = empty_memory(qkv, options, norm)
@@ -119,9 +127,9 @@ def _forward(
             rotated = readable
         else:
             rotated = readable = rotated_copy(readable, cos, sin, options)
-            q, k, v = parts_of(readable, heads, groups)
+            q, k, v = parts_of(readable, *options.layout)
     by = forward_kernels(readable, q.shape[-1], options, cu_seqlens, sinks)
-    if by == CUDNN:
+    if by in (CUDNN, PYTORCH):
         y, lse = attend_by_cudnn(q, k, v, options)
     elif by == FLASH:
         y, lse = attend_by_flash(q, k, v, options, cu_seqlens, sinks)
@@ -139,7 +147,7 @@ def _forward_fake(
     qkv: Tensor, cos: Any, sin: Any, cu_seqlens: Any, sinks: Any, q_weight: Any, k_weight: Any, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     B, S, _ = qkv.shape
-    y = empty_tokens(qkv, options, options.heads * head_size(qkv, options.heads, options.groups))
+    y = empty_tokens(qkv, options, options.heads * head_size(qkv, *options.layout))
     lse = qkv.new_empty(B, options.heads, lse_size(S, cu_seqlens), dtype=torch.float32)
     if options.by_group or q_weight is not None:
         return y, lse, empty_memory(qkv, options, q_weight)
@@ -179,7 +187,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of qkv, sinks and both weights. `into`: what the weights' are added to."""
     dy, rotated, y, lse, cos, sin, cu_seqlens, sinks, q_weight, k_weight, qkv = kept
-    heads, groups = options.heads, options.groups
+    heads = options.heads
     y = contiguous_tokens(y, options)  # as it is, unless a compiler has laid it out anew
     by_head = *y.shape[:2], heads, y.shape[-1] // heads
     whole = as_readable(rotated if qkv is None else qkv)
@@ -188,11 +196,14 @@ def _backward(
     if options.by_group or qkv is not None:
         q, k, v = kept_parts(rotated, None if qkv is None else whole, y, options)
     else:
-        q, k, v = parts_of(whole, heads, groups)
+        q, k, v = parts_of(whole, *options.layout)
     if of_parts:
-        dqkv = empty_tokens(y, options, (heads + 2 * groups) * by_head[-1])
-        gradients = empty_gradients(q, dqkv, options) if options.by_group else parts_of(dqkv, heads, groups)
-    call = BackwardCall(as_readable(dy).view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
+        dqkv = empty_tokens(y, options, options.every * by_head[-1])
+        gradients = empty_gradients(q, dqkv, options) if options.by_group else parts_of(dqkv, *options.layout)
+    dy, places = as_readable(dy), gradients
+    if options.gated:
+        dy = ungate(dy, y, whole, dqkv if of_qkv else None, options)
+    call = BackwardCall(dy.view(by_head), q, k, v, y.view(by_head), lse, options, _contiguous(cu_seqlens))
     by, dsinks = backward_kernels(y, by_head[-1], options, cu_seqlens, sinks), None
     sinks = _contiguous(sinks)
     if by == FLASH:
@@ -200,6 +211,9 @@ def _backward(
         dsinks = attend_backward_by_flash(call, every, sinks)
     elif by == CUDNN and gradients is not None:
         attend_backward_by_cudnn(call, gradients)
+    elif by == PYTORCH and places is not None:
+        gradients = attend_backward_in_any_order(call)
+        places[2].copy_(gradients[2])
     else:
         attend_backward(call, gradients)
         dsinks = sinks_gradient(call, sinks) if sinks is not None and of_sinks else None
@@ -207,21 +221,21 @@ def _backward(
     needs = HeadGradients(of_qkv, of_qkv, of_q_weight, of_k_weight)
     norm = None if q_weight is None or k_weight is None else norm_of(options, q_weight, k_weight)
     if options.by_group and gradients is not None and dqkv is not None:
-        parts = gradients[:2], dqkv, cos, sin, options, None if norm is None else (norm, whole, needs)
-        dq_weight, dk_weight = rotate_groups_back(*parts, into=into, keep_scratch=keep_scratch)
-    elif cos is not None and sin is not None and gradients is not None:
-        dq, dk, _ = gradients
+        by_group = gradients[:2], dqkv, cos, sin, options, None if norm is None else (norm, whole, needs)
+        dq_weight, dk_weight = rotate_groups_back(*by_group, into=into, keep_scratch=keep_scratch)
+    elif cos is not None and sin is not None and gradients is not None and places is not None:
         if norm is None:
-            rotate(cos, sin, dq, dk, options.interleaved, True, (dq, dk))
+            rotate(cos, sin, *gradients[:2], options.interleaved, True, places[:2])
         else:
-            raw = parts_of(whole, heads, groups)[:2], norm, options.interleaved, needs
-            *_, dq_weight, dk_weight = rotate_back(cos, sin, (dq, dk), *raw, (dq, dk), into=into, keep_scratch=keep_scratch)
+            raw = parts_of(whole, *options.layout)[:2], norm, options.interleaved, needs
+            parts = cos, sin, gradients[:2], *raw, places[:2]
+            *_, dq_weight, dk_weight = rotate_back(*parts, into=into, keep_scratch=keep_scratch)
     return dqkv if of_qkv else None, dsinks if of_sinks else None, dq_weight, dk_weight
 
 
 def _backward_fake(kept: AttentionKept, options: AttentionOptions, *needs: bool) -> tuple[Tensor | None, ...]:
     y = kept.y
-    dqkv = empty_tokens(y, options, y.shape[-1] // options.heads * (options.heads + 2 * options.groups)) if needs[0] else None
+    dqkv = empty_tokens(y, options, y.shape[-1] // options.heads * options.every) if needs[0] else None
     others = zip((kept.sinks, kept.q_weight, kept.k_weight), needs[1:], strict=True)
     return dqkv, *(t.new_empty(t.shape) if t is not None and need else None for t, need in others)
 
@@ -267,7 +281,7 @@ class _AttentionFunction(torch.autograd.Function):
         kept = (qkv if rotated is None else rotated).detach()  # autograd won't save one of several views that was overwritten
         as_it_came = None if q_weight is None else qkv
         ctx.save_for_backward(kept, y, lse, cos, sin, cu_seqlens, sinks, q_weight, k_weight, as_it_came)
-        return y  # type: ignore[no-any-return]
+        return gate_op(y, qkv, options) if options.gated else y  # type: ignore[no-any-return]
 
     @staticmethod
     @not_twice_differentiable
@@ -285,12 +299,14 @@ _apply = fast_apply(_AttentionFunction)
 # ---- the public function: say what is wrong, choose who does it, return ----
 
 
-def unsupported(qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: Tensor | None = None) -> str | None:
+def unsupported(
+    qkv: Tensor, heads: int, groups: int | None = None, cu_seqlens: Tensor | None = None, gated: bool = False
+) -> str | None:
     """Why the kernels can't take this call, or None."""
     dtype = product_type(qkv)
     if dtype not in _TYPES:
         return f"qkv is {dtype}, and the kernels take 16 bits"
-    D = head_size(qkv, heads, groups)
+    D = head_size(qkv, heads, groups, gated)
     if D not in SIZES:
         return f"heads of {D} are none of {', '.join(map(str, SIZES))}, which the kernels take; torch takes any"
     if qkv.shape[1] > LONGEST:
@@ -306,12 +322,13 @@ def _variant(call: Call) -> str:
     overwrite = call.overwrite and not normed and not call.by_group
     if not qkv.numel():
         return "the PyTorch formula, as there is nothing to do"
-    D, options = head_size(qkv, call.heads, call.groups), options_of(call)
+    D, options = head_size(qkv, call.heads, call.groups, call.gated), options_of(call)
+    by_gates = "y times its gates' sigmoid by a kernel each way; " if call.gated else ""
     if pytorch_is_faster(qkv, D, options, call.cu_seqlens, call.sinks):
         where = " in place" if overwrite else ", out of their groups" if call.by_group else ""
         how = f"{'normalised and ' * normed}rotated by rope's kernel{where}"
         rotated = "" if cos is None else f"q and k {how}; "
-        return f"{rotated}torch.nn.functional.scaled_dot_product_attention"
+        return f"{rotated}{by_gates}torch.nn.functional.scaled_dot_product_attention"
     smem, W = shared_memory(qkv.device), head_block(D)
     forward = forward_tiles(W, smem)
     dq, dk_dv = backward_tiles(D, qkv.shape[1], options, call.cu_seqlens is not None, smem)
@@ -333,7 +350,7 @@ def _variant(call: Call) -> str:
         into = "in place" if overwrite else "into a copy of qkv"
         description += f"q and k rotated by rope's kernel {into}, and back in place; "
     kept = "qkv, q and k" if normed else "qkv" if not call.by_group and (cos is None or overwrite) else "the copy"
-    return description + f"keeps {kept}, y, and a number a head and token"
+    return description + by_gates + f"keeps {kept}, y, and a number a head and token"
 
 
 def options_of(call: Call, kernels: str = "") -> AttentionOptions:
@@ -344,6 +361,7 @@ def _describe_pytorch(call: Call) -> str:
     in_place = " in place" if call.overwrite and not call.by_group else ""
     how = "normalised and rotated" if call.q_weight is not None else f"rotated{in_place}"
     rotated = "" if call.cos is None else f", after q and k are {how}"
+    rotated += ", before y's gates" if call.gated else ""
     if call.softcap is not None or call.sinks is not None:
         return f"the PyTorch formula, all scores of a document at once{rotated}"
     return f"torch.nn.functional.scaled_dot_product_attention{rotated}"
@@ -368,6 +386,7 @@ def attention(
     eps: float = 1e-6,
     zero_centered_gamma: bool = False,
     by_group: bool = False,
+    gated: bool = False,
     overwrite: bool = False,
     deterministic: bool = True,
     backend: str | None = None,
@@ -399,6 +418,8 @@ def attention(
         by_group: qkv has for each group its queries, its key and its value, as Megatron-core's linear_qkv makes them. The
             rotation puts them apart, so nothing else is copied. If qkv's memory is ``[S, B, ...]``, so are the result's and
             the gradient's.
+        gated: each head's query in qkv, ``[B, S, (2 heads + 2 groups) D]``, is followed by its gate, by whose sigmoid the head's
+            result is multiplied, as in Qwen3-Next and Qwen3.5. The gates' gradient is written beside the others in qkv's.
         overwrite: q and k may be rotated in qkv's own memory, which saves a copy of it. Nothing else may need qkv afterwards:
             whatever autograd has saved of it raises in backward. Not for a leaf that requires grad, nor where a checkpointed
             region begins with qkv. It has no effect without tables, with weights, whose backward needs qkv as it came, by group,
@@ -417,13 +438,13 @@ def attention(
     """
     call = AttentionCall(
         qkv, heads, groups, cos, sin, interleaved, scale, causal, cu_seqlens, window, softcap, sinks, q_weight, k_weight, eps,
-        zero_centered_gamma, by_group, overwrite, deterministic,
+        zero_centered_gamma, by_group, gated, overwrite, deterministic,
     )  # fmt: skip
     if has_dtensor(qkv):
         return run_on_shards("attention", **call._asdict(), backend=backend)  # type: ignore[no-any-return]
     check_arguments(call)
     options = make_options(call, in_order(deterministic))
-    chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens))
+    chosen = choose("attention", backend, unsupported(qkv, heads, groups, cu_seqlens, gated))
     dtype = product_type(qkv)
     alone = cos is not None and q_weight is None and not by_group and qkv.numel() > 0
     overwrite = bool(overwrite) and alone and can_overwrite(qkv, cos, sin)
@@ -432,7 +453,9 @@ def attention(
     if chosen not in NATIVE:
         return run_other("attention", chosen, **call._asdict() | {"overwrite": overwrite})  # type: ignore[no-any-return]
     rows, weights = cast(qkv, dtype), (q_weight, k_weight)
-    other = pytorch_is_faster(rows, head_size(rows, heads, groups), options, cu_seqlens, sinks)
+    other = pytorch_is_faster(rows, head_size(rows, *options.layout), options, cu_seqlens, sinks)
+    if other and options.gated and cos is not None and parts_by_cudnn(rows):  # the same kernels, and gates in place
+        other, options = False, options._replace(kernels=PYTORCH)
     if chosen == "torch" or not qkv.numel() or other:
         by_kernel = chosen != "torch"
         return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, weights, options, overwrite, by_kernel)
@@ -449,7 +472,8 @@ def _by_kernels(
     if needs_grad(rows, sinks, q_weight, k_weight):
         return _apply(rows, sinks, q_weight, k_weight, cos, sin, cu_seqlens, options, overwrite)  # type: ignore[no-any-return]
     arguments = rows, cos, sin, cu_seqlens, sinks, q_weight, k_weight, options
-    return _forward_op(*arguments, overwrite=overwrite)[0]  # type: ignore[no-any-return]
+    y = _forward_op(*arguments, overwrite=overwrite)[0]
+    return gate_op(y, rows, options) if options.gated else y  # type: ignore[no-any-return]
 
 
 def attend_with(kernels: str, call: Call) -> Tensor:
@@ -461,7 +485,7 @@ def attend_with(kernels: str, call: Call) -> Tensor:
 define_op(
     attention,
     check=check_arguments,
-    unsupported=lambda call: unsupported(call.qkv, call.heads, call.groups, call.cu_seqlens),
+    unsupported=lambda call: unsupported(call.qkv, call.heads, call.groups, call.cu_seqlens, call.gated),
     variant=_variant,
     sharding=shard_attention,
     formula=_describe_pytorch,

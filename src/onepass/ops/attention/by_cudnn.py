@@ -75,6 +75,11 @@ def all_by_cudnn(qkv: Tensor, D: int) -> bool:
     return D <= WIDEST and has_cudnn(qkv, newest=10) and (D > _NARROW or qkv.shape[1] >= _ALL_FROM)
 
 
+def parts_by_cudnn(qkv: Tensor) -> bool:
+    """Whether PyTorch's ops of cuDNN take what is faster by `all_by_cudnn`: on Blackwell PyTorch has others for wide heads."""
+    return qkv.shape[1] > 1 and has_cudnn(qkv, newest=9) and _strides_fit(qkv)
+
+
 def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Like `attend`. PyTorch lays y out as q lies."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

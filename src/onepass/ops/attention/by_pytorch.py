@@ -18,10 +18,12 @@ from onepass.ops.attention.formula import (
     attention_formula,
     contiguous_tokens,
     empty_tokens,
+    gated_formula,
     norm_of,
     parts_of,
     rotated_parts,
     ungrouped,
+    without_gates,
 )
 from onepass.ops.attention.grouped import (
     empty_parts,
@@ -44,6 +46,7 @@ from onepass.runtime.dispatch import (
     under_functorch,
 )
 from onepass.runtime.documents import tables_of_documents
+from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Registered
 
 
@@ -275,6 +278,11 @@ def attend_by_pytorch(
     Its kernels read 16 bytes at a time and don't look at addresses: what they read, dy too, is copied where it must be. So is a
     dy that doesn't lie as y: PyTorch finds cuDNN's plan of a backward by the strides of q, k and v alone.
     """
+    if options.gated:  # a copy of ours
+        ungated, gates = without_gates(qkv, options)
+        rest = cos, sin, cu_seqlens, sinks, weights, options._replace(gated=False), True, by_kernel, attend
+        y: Tensor = run_formula(gated_formula, "input", attend_by_pytorch(ungated, *rest), per_row=(gates,))
+        return y
     if not by_kernel and options.by_group:
         (qkv, options), overwrite = ungrouped(qkv, options), True  # a copy of ours
     if under_functorch() or not qkv.numel():

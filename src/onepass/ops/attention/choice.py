@@ -2,6 +2,7 @@
 
 onepass     ours: documents, softcaps, sinks, and whatever the others were not measured to be faster for
 cudnn       cuDNN's, for plain causal attention on Hopper (by_cudnn.py)
+pytorch     cuDNN's in both passes, the backward in any order, for gated attention where no fixed order is asked for (by_cudnn.py)
 flash_attn  flash-attn-4's, for heads of 128 on Hopper, plain or with a window (by_flash.py)
 
 The figures are in docs/notes/0014-attention.md. Who names a backend gets it, or the reason why not.
@@ -16,7 +17,7 @@ from onepass.ops.attention.by_cudnn import all_by_cudnn, backward_by_cudnn, forw
 from onepass.ops.attention.by_flash import has_flash
 from onepass.ops.attention.formula import AttentionOptions, is_plain
 
-ONEPASS, CUDNN, FLASH = "onepass", "cudnn", "flash_attn"
+ONEPASS, CUDNN, PYTORCH, FLASH = "onepass", "cudnn", "pytorch", "flash_attn"
 
 # From how many tokens, or keys of a window, flash-attn-4's kernels are faster than all others, by the size of heads. For backward
 # also by whether heads share keys, as theirs then sums those gradients in fp32 memory. There it takes twice to three times the

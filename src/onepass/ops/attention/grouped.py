@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.attention.formula import AttentionOptions, Parts, empty_tokens, parts_of
+from onepass.ops.attention.formula import AttentionOptions, Parts, empty_tokens, gates_of, parts_of
 from onepass.ops.attention.rope_formula import QKNorm
 from onepass.ops.attention.rope_kernels import rope_tiles, rotate
 from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
@@ -23,9 +23,11 @@ from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 def rotated_copy(qkv: Tensor, cos: Tensor, sin: Tensor, options: AttentionOptions) -> Tensor:
     """Return qkv with q and k rotated. v is copied too, so that backward does not need qkv itself."""
     rotated = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    (q, k, v), (into_q, into_k, into_v) = (parts_of(x, options.heads, options.groups) for x in (qkv, rotated))
+    (q, k, v), (into_q, into_k, into_v) = (parts_of(x, *options.layout) for x in (qkv, rotated))
     rotate(cos, sin, q, k, options.interleaved, False, (into_q, into_k))
     into_v.copy_(v)
+    if options.gated:
+        gates_of(rotated, options).copy_(gates_of(qkv, options))
     return rotated
 
 
@@ -48,8 +50,8 @@ def empty_parts(qkv: Tensor, options: AttentionOptions) -> Parts:
 def empty_memory(qkv: Tensor, options: AttentionOptions, norm: object) -> Tensor:
     """Return memory of one dimension for dense q, k and v; without v where there is a norm, whose backward keeps qkv."""
     B, S, columns = qkv.shape
-    without = 0 if norm is None else options.groups * (columns // (options.heads + 2 * options.groups))
-    return qkv.new_empty(B * S * (columns - without))
+    heads = options.heads + options.groups * (2 if norm is None else 1)
+    return qkv.new_empty(B * S * heads * (columns // options.every))
 
 
 def parts_of_memory(memory: Tensor, like: Tensor, options: AttentionOptions, D: int) -> tuple[Tensor, ...]:
@@ -86,7 +88,7 @@ def kept_parts(rotated: Tensor, qkv: Tensor | None, y: Tensor, options: Attentio
 
 
 def values_of(qkv: Tensor, options: AttentionOptions) -> Tensor:
-    return group_parts(qkv, options)[2] if options.by_group else parts_of(qkv, options.heads, options.groups)[2]
+    return group_parts(qkv, options)[2] if options.by_group else parts_of(qkv, *options.layout)[2]
 
 
 def empty_gradients(q: Tensor, dqkv: Tensor, options: AttentionOptions) -> Parts:

@@ -64,6 +64,13 @@ SAMPLES = {
         dtype=torch.bfloat16,
         roundings=2.0,
     ),
+    "attention: gated": Sample(
+        partial(random_tensors, ((3, 37, 2 * (4 + 2) * 16),)),
+        attention_reference,
+        {"heads": 4, "groups": 2, "gated": True},
+        dtype=torch.bfloat16,
+        roundings=2.0,
+    ),
     "latent_attention": Sample(
         partial(random_tensors, ((2, 37, 5, 32), (2, 37, 5, 40), (2, 37, 8), (37, 4), (37, 4))),
         latent_attention_reference,
@@ -97,7 +104,7 @@ SAMPLES = {
 def _table_shape(x: Tensor, given: dict[str, Any]) -> tuple[int, ...]:
     """A number a token and pair of a head's numbers."""
     heads, groups = given["heads"], given["groups"]
-    every = heads + 2 * (heads if groups is None else groups)
+    every = heads * (1 + given.get("gated", False)) + 2 * (heads if groups is None else groups)
     return *x.shape[1:2], x.shape[-1] // max(1, every) // 2
 
 
@@ -119,7 +126,9 @@ def _random_attention(draw: Draw) -> RandomCall:
     D = draw.choose((16, *SIZES[1:], 6), (8, *(1 for _ in SIZES[1:]), 1))
     heads, groups = draw.choose(((1, 1), (2, 1), (4, 2), (3, 3)))
     batch, tokens = draw.choose((1, 2, 0)), draw.choose((3, 1, 17, 64, 100, 0), (2, 2, 2, 1, 1, 1))
-    tensors = {"qkv": RandomTensor((batch, tokens, (heads + 2 * groups) * D), dtype, "tame")}
+    gated = draw.flag(0.2)
+    every = heads * (1 + gated) + 2 * groups
+    tensors = {"qkv": RandomTensor((batch, tokens, every * D), dtype, "tame")}
     if draw.flag():
         tables = (*((batch,) if draw.flag(0.3) else ()), tokens, draw.choose((D // 2, 1)))
         tensors |= {name: RandomTensor(tables, draw.choose((FP32, dtype)), name) for name in ("cos", "sin")}
@@ -134,7 +143,7 @@ def _random_attention(draw: Draw) -> RandomCall:
         options |= {"eps": draw.choose((1e-6, 1e-2)), "zero_centered_gamma": draw.flag()}
     if draw.flag(0.2):
         tensors["sinks"] = RandomTensor((heads,), draw.choose((FP32, dtype)), "tame")
-    options["by_group"] = draw.flag(0.2)
+    options |= {"by_group": draw.flag(0.2) and not gated, "gated": gated}
     written = ("qkv",) if draw.flag(0.2) else ()
     formula = partial(attention_reference, **options)
     # an infinity or NaN may turn any row of its sequence into NaN; the scores' gradient of a query that sees one key is rounding
@@ -258,6 +267,8 @@ def _attention_calls() -> Iterator[CoveringCall]:
         yield _attention_call(8, 4, D, option="softcap", softcap=50.0)
         yield _attention_call(8, 4, D, option="softcap window", softcap=50.0, window=128)
     yield _attention_call(8, 4, 256, option="documents")
+    yield _attention_call(8, 2, 256, option="gated normed")
+    yield _attention_call(16, 2, 80, option="gated not rotated")
     yield CoveringCall("attention's boundaries, for others", torch.bfloat16, _check_boundaries)
 
 
@@ -274,11 +285,12 @@ def _attention_call(
     heads: int, groups: int, D: int, dtype: torch.dtype = torch.bfloat16, option: str = "", **options: Any
 ) -> CoveringCall:
     def run() -> Tensor:
-        columns, B = (heads + 2 * groups) * D, 1 if "documents" in option else 4
+        gated, B = "gated" in option, 1 if "documents" in option else 4
+        columns = (heads * (1 + gated) + 2 * groups) * D
         odd = option == "odd strides"
         qkv = meta(B, 512, columns + 1, dtype=dtype)[..., 1:] if odd else meta(B, 512, columns, dtype=dtype)
-        cos = None if "not rotated" in option else meta(512, D // 2, dtype=torch.float32, requires_grad=False)
-        given = dict(options)
+        cos = None if "not rotated" in option else meta(512, D // (8 if gated else 2), dtype=torch.float32, requires_grad=False)
+        given = {"gated": gated, **options}
         if "by group" in option:
             qkv, given["by_group"] = meta(512, B, columns, dtype=dtype).transpose(0, 1), True
         if "normed" in option:

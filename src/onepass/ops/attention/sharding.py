@@ -52,8 +52,9 @@ def shard_attention(given: dict[str, Any], at: Mapping[str, Split], ranks: int) 
         if groups % ranks:
             refuse_split("qkv", at["qkv"], f"Shard(0) or Replicate, as {ranks} ranks can't share {groups} groups of heads")
         inputs: dict[str, Split] = {"qkv": WHOLE, "sinks": 0, **all_as(WHOLE, "cu_seqlens", *_NORMS), **tables}
-        own = partial(_own_heads, heads=heads, groups=groups, by_group=given["by_group"])
-        y = (qkv.dim() - 1, heads * (qkv.shape[-1] // (heads + 2 * groups)))
+        queries = heads * (1 + bool(given["gated"]))  # and gates
+        own = partial(_own_heads, heads=heads, groups=groups, queries=queries, by_group=given["by_group"])
+        y = (qkv.dim() - 1, heads * (qkv.shape[-1] // (queries + 2 * groups)))
         sums = all_as(PARTIAL, "qkv", *_NORMS)
         return Layout(inputs, sums, y, options=options, adapt=own)
     rows: Split = 0 if at["qkv"] == 0 and given["cu_seqlens"] is None else WHOLE
@@ -71,10 +72,12 @@ def table_split(table: Tensor | None, rows: Split, sequence: int) -> Split:
     return dim if dim >= 0 and table.shape[dim] > 1 else WHOLE
 
 
-def _own_heads(parts: dict[str, Any], rank: int, ranks: int, heads: int, groups: int, by_group: bool) -> None:
+def _own_heads(
+    parts: dict[str, Any], rank: int, ranks: int, heads: int, groups: int, queries: int, by_group: bool
+) -> None:  # fmt: skip
     """The queries, keys and values of a rank's heads, one after another; by group those of its groups."""
     qkv = parts["qkv"]
-    size = qkv.shape[-1] // (heads + 2 * groups)
-    sections = [qkv] if by_group else qkv.split([heads * size, groups * size, groups * size], -1)
+    size = qkv.shape[-1] // (queries + 2 * groups)
+    sections = [qkv] if by_group else qkv.split([queries * size, groups * size, groups * size], -1)
     parts["qkv"] = torch.cat([section.chunk(ranks, -1)[rank] for section in sections], -1)
     parts["heads"], parts["groups"] = heads // ranks, groups // ranks
