@@ -9,6 +9,7 @@ from ops.route_oracle import Case, judge_case, main_cases, real_cases
 import onepass
 import onepass.ops.routing.route as module
 from onepass.ops.routing import kernels
+from onepass.ops.routing.logits import router_logits
 
 __all__ = ["memory_goes_back"]
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
@@ -188,3 +189,21 @@ def test_a_new_number_of_tokens_compiles_nothing():
     for T in (1, 2, 3, 16, 33, 4096, 65536):
         step(*inputs(T, 96))
     assert compiled() == before > 0
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(16384, 2048, 64), (37, 96, 5), (1, 8, 3)], ids=str)
+def test_router_logits_are_as_precise_as_fp32s(shape, dtype):
+    T, H, E = shape
+    x = torch.randn(T, H, device="cuda").bfloat16()
+    weight, dy = torch.randn(E, H, device="cuda").to(dtype), torch.randn(T, E, device="cuda")
+    found = []
+    for wide in (False, True):
+        inputs = [(each.double() if wide else each.clone()).requires_grad_() for each in (x, weight)]
+        with nobody_waits():
+            y = inputs[0] @ inputs[1].t() if wide else router_logits(*inputs)
+            y.backward(dy.to(y.dtype))
+        found.append([y.detach(), *(each.grad for each in inputs)])
+    most = (1e-6, 4e-3, 3e-6 if dtype is FP32 else 4e-3)
+    for name, ours, exact, limit in zip(("logits", "dx", "dweight"), *found, most, strict=True):
+        assert float((ours.double() - exact).norm() / exact.norm()) < limit, name

@@ -17,11 +17,11 @@ from onepass.distributed.collectives import copy_to_group, gather_sequence, redu
 from onepass.gpt.config import Config
 from onepass.gpt.parts import Initializer, WholeWeight, plain_activation
 from onepass.nn.fp8_state import GroupedLayer
-from onepass.nn.router import router_logits
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear
 from onepass.ops.linear.grouped import gathered_grouped_linear, grouped_linear
 from onepass.ops.linear.routing import Routes, gather_tokens, sort_rows
+from onepass.ops.routing.logits import router_logits
 from onepass.ops.routing.route import route
 from onepass.product.grouped import GroupedOptions
 

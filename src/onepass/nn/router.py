@@ -10,15 +10,9 @@ from torch import Tensor, nn
 
 from onepass.nn.linear import check_input
 from onepass.nn.norm import MarkedParameters
+from onepass.ops.routing.logits import router_logits
 from onepass.ops.routing.route import route
 from onepass.ops.routing.routing import Routing
-
-
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, at least in fp32 whatever their types and autocast."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
-        return x.to(wide) @ weight.to(wide).t()
 
 
 class Router(MarkedParameters):

@@ -495,6 +495,6 @@ def test_a_mutant_is_found(name, monkeypatch):
         catches(mutant)
 
 
-def test_a_mixture_named_mlp_has_the_row_of_its_experts_alone():
+def test_a_mixture_named_mlp_has_the_rows_of_its_parts_alone():
     rows = [row for row in huggingface.apply(made("GptOss")).rows if row.part == "mlp"]
-    assert {(row.kind, row.why) for row in rows} == {("GptOssExperts", None)}
+    assert {(row.kind, row.why) for row in rows} == {("GptOssExperts", None), ("GptOssTopKRouter", None)}

@@ -28,6 +28,7 @@ from onepass.integrations.huggingface.norms import replace_norms
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.precision import set_precision
 from onepass.integrations.huggingface.probe import fresh_defaults
+from onepass.integrations.huggingface.routers import replace_routers
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
@@ -270,6 +271,7 @@ def _replaced(
     if mlp:
         done, told = replace_dense_experts(model, patches)
         rows += told + replace_experts(model, patches, done) + replace_expert_adapters(model, patches)
+        rows += replace_routers(model, patches)
     attentions, told = replace_attentions(model, patches, qkv=qkv, rope=rope) if qkv or rope else ({}, [])
     rows += told + (replace_mixers(model, patches) if qkv else [])
     if norms and (mlp or qkv or rope):
