@@ -80,7 +80,7 @@ def test_flex_attention_of_cudnn_is_called_rightly(variant: str, monkeypatch: py
         assert build_backward
         if "documents" in variant:
             assert at["cu_seqlens_q"] is at["cu_seqlens_k"] and at["max_seqlen_q"] == at["max_seqlen_k"] == 3
-        made.append((seen, at.get("cu_seqlens_q"), variant in ("turned", "plain")))
+        made.append((seen, at.get("cu_seqlens_q"), variant in ("turned", "plain", "gated")))
         return made[0]
 
     stand_in(monkeypatch, {"cudnn.flex_attention": {"create_mask_plan": plan, "flex_attn_func": _flex}})
@@ -141,7 +141,7 @@ def test_all_of_a_fixed_order_run_deterministically_in_both_directions(tmp_path:
 def test_the_full_cases_are_those_of_a_gpu() -> None:
     cases = attention.BENCH.cases(torch.device("cuda"), torch.bfloat16, False)
     assert [case.name for case in cases[:2]] == ["turned 4x4096x32x8x64", "turned 16x1024x12x12x64"]
-    assert len(cases) == 16
+    assert len(cases) == 18
     assert (cases[0].forward_bytes, cases[0].backward_bytes) == (4 * 4096 * 80 * 128, 4 * 4096 * 160 * 128)
 
 

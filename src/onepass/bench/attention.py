@@ -7,6 +7,7 @@ Bytes     forward reads qkv and writes y; backward reads qkv, y and dy and write
 Variants  `turned`, and `plain`, without rotation: all contenders run under torch.use_deterministic_algorithms, so that every run
           gives the same bits. `any order`: none does, and onepass has deterministic=False.
 Shapes    sequences x tokens x heads x key and value heads x head dimension. The whole head dimension is rotated.
+Gates     `gated`, in a fixed order or any: Qwen3.5's, beside each head's query. Peers read both by views and multiply as models.
 Options   `documents` of 44 to 4096 tokens, `short documents` of 512, `window` of 1024 keys, `softcap` of 50. Only onepass is
           deterministic there. flex_attention has a block mask made before, varlen_attn takes the boundaries, and `dense SDPA`
           the documents of 512 as sequences.
@@ -42,20 +43,22 @@ _ANY = ", any order"
 _TURNED = [(4, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (2, 8192, 16, 4, 128), (4, 4096, 32, 32, 128)]
 _ROW = [(1, 16384, 32, 8, 64), (1, 16384, 32, 8, 128)]
 _OPTIONS = {"documents": _ROW, "short documents": _ROW, "window": _ROW[1:], "softcap": [(1, 4096, 8, 4, 256)]}
-_GPU = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1], **_OPTIONS}
+_GATED = [(2, 8192, 8, 2, 256)]
+_GPU = {"turned": _TURNED, "turned" + _ANY: _TURNED, "plain": _TURNED[:1], "plain" + _ANY: _TURNED[:1]}
+_GPU |= {"gated": _GATED, "gated" + _ANY: _GATED, **_OPTIONS}
 _SHAPES = Shapes(_GPU, of_each(_GPU, [(1, 512, 8, 2, 64)]))
 
 
 def _bytes_moved(variant: str, shape: Shape, size: int) -> tuple[int, int]:
     B, S, heads, groups, D = shape
-    qkv, y = (B * S * each * D * size for each in (heads + 2 * groups, heads))
+    qkv, y = (B * S * each * D * size for each in (heads * (1 + variant.startswith("gated")) + 2 * groups, heads))
     return qkv + y, 2 * qkv + 2 * y
 
 
 def _inputs(case: BenchCase, random: Random) -> Inputs:
     B, S, heads, groups, D = case.shape
-    tensors = {"qkv": random.input(B, S, (heads + 2 * groups) * D)}
-    if case.variant.startswith("turned"):
+    tensors = {"qkv": random.input(B, S, (heads * (1 + _is_gated(case)) + 2 * groups) * D)}
+    if _is_turned(case):
         tensors |= random.rotations(S, D)
     if "documents" in case.variant:
         tensors["cu_seqlens"] = torch.tensor((0, *with_options.lengths_of(case)), device=random.device).cumsum(0).int()
@@ -63,16 +66,30 @@ def _inputs(case: BenchCase, random: Random) -> Inputs:
 
 
 def _is_ordered(case: BenchCase) -> bool:
-    return case.variant in ("turned", "plain")
+    return case.variant in ("turned", "plain", "gated")
+
+
+def _is_gated(case: BenchCase) -> bool:
+    return case.variant.startswith("gated")
+
+
+def _is_turned(case: BenchCase) -> bool:
+    return case.variant.startswith(("turned", "gated"))
+
+
+def _layout(case: BenchCase) -> tuple[int, int, bool]:
+    """Return what `parts_of` takes."""
+    return *with_options.heads_of(case), _is_gated(case)
 
 
 def _options(case: BenchCase) -> dict[str, Any]:
     heads, groups = with_options.heads_of(case)
-    return {"heads": heads, "groups": groups, **with_options.options_of(case)}
+    gated = {"gated": True} if _is_gated(case) else {}
+    return {"heads": heads, "groups": groups, **gated, **with_options.options_of(case)}
 
 
 def _keywords(case: BenchCase) -> tuple[str, ...]:
-    return ("cu_seqlens",) if "documents" in case.variant else ("cos", "sin") if case.variant.startswith("turned") else ()
+    return ("cu_seqlens",) if "documents" in case.variant else ("cos", "sin") if _is_turned(case) else ()
 
 
 def _formula(case: BenchCase) -> Call:
@@ -113,14 +130,27 @@ def _cudnn_frontend(case: BenchCase) -> Call:
 # ---- PyTorch ----
 
 
+def _with_gates(case: BenchCase, attend: Call) -> Call:
+    """Return a call that multiplies what `attend` returns by the gates' sigmoid, where there are any."""
+
+    def call(qkv: Tensor, *tensors: Tensor) -> Result:
+        heads, D = case.shape[2], case.shape[4]
+        gates = qkv[..., : 2 * heads * D].unflatten(-1, (heads, 2, D))[..., 1, :].flatten(-2)
+        y = attend(qkv, *tensors)
+        assert isinstance(y, Tensor)
+        return y * gates.sigmoid()
+
+    return call if _is_gated(case) else attend
+
+
 def _after_rope(case: BenchCase) -> Call:
     def call(qkv: Tensor, *tables: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *with_options.heads_of(case))
+        q, k, v = parts_of(qkv, *_layout(case))
         if tables:
             q, k = rope(q, k, *tables)
         return with_options.sdpa(q, k, v)
 
-    return call
+    return _with_gates(case, call)
 
 
 def _by_kernel(case: BenchCase, kernel: SDPBackend) -> Call:
@@ -142,7 +172,7 @@ def _flash_attn_4(case: BenchCase) -> Call:
     options["deterministic"] = _is_ordered(case)
 
     def call(qkv: Tensor, *tensors: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *with_options.heads_of(case))
+        q, k, v = parts_of(qkv, *_layout(case))
         if "documents" in case.variant:
             at = {"cu_seqlens_q": tensors[0], "cu_seqlens_k": tensors[0]}
             y = of_documents(q[0], k[0], v[0], **at, **options)[0][None]
@@ -152,7 +182,7 @@ def _flash_attn_4(case: BenchCase) -> Call:
             y = of_rows(q, k, v, **options)[0]
         return y.flatten(2)  # type: ignore[no-any-return]
 
-    return call
+    return _with_gates(case, call)
 
 
 def _cudnn_flex(case: BenchCase) -> Call:
@@ -160,7 +190,7 @@ def _cudnn_flex(case: BenchCase) -> Call:
     plans: list[Any] = []
 
     def call(qkv: Tensor, *tensors: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *with_options.heads_of(case))
+        q, k, v = parts_of(qkv, *_layout(case))
         boundaries = {}
         if "documents" in case.variant:
             q, k, v = q[0], k[0], v[0]
@@ -174,7 +204,7 @@ def _cudnn_flex(case: BenchCase) -> Call:
         y: Tensor = function(q, k, v, mask_plan=plans[0], deterministic=_is_ordered(case))
         return y.reshape(*qkv.shape[:2], -1)
 
-    return call
+    return _with_gates(case, call)
 
 
 def _compiled(case: BenchCase) -> Call:
@@ -184,12 +214,12 @@ def _compiled(case: BenchCase) -> Call:
         return x * cos + torch.cat((-second, first), -1) * sin
 
     def call(qkv: Tensor, *tables: Tensor) -> Result:
-        q, k, v = parts_of(qkv, *with_options.heads_of(case))
+        q, k, v = parts_of(qkv, *_layout(case))
         if tables:
             q, k = rotated(q, *tables), rotated(k, *tables)
         return with_options.sdpa(q, k, v)
 
-    return compiled(call)
+    return compiled(_with_gates(case, call))
 
 
 def _peers(case: BenchCase) -> list[Contender]:
