@@ -42,12 +42,18 @@ def load_scale(weight_ptr, columns, inside, CENTERED: tl.constexpr):
 
 
 @device_function
-def load_block(x_ptr, rows, columns, ROW, inside, GAP=None, INNER: tl.constexpr = 0):
-    """Load a block of rows in fp32, zeros outside. Rows are ROW apart; with INNER, a GAP follows every INNER rows."""
+def block_offsets(rows, columns, ROW, GAP=None, INNER: tl.constexpr = 0):
+    """Return where a block's columns lie. Rows are ROW apart; with INNER, a GAP follows every INNER rows."""
     starts = rows[:, None] * ROW
     if INNER:
         starts += rows[:, None] // INNER * GAP
-    return tl.load(x_ptr + starts + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    return starts + columns[None, :]
+
+
+@device_function
+def load_block(x_ptr, rows, columns, ROW, inside, GAP=None, INNER: tl.constexpr = 0):
+    """Load a block of rows in fp32, zeros outside."""
+    return tl.load(x_ptr + block_offsets(rows, columns, ROW, GAP, INNER), mask=inside, other=0.0).to(tl.float32)
 
 
 @device_function

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from onepass.gradients.places import parts_of
 from onepass.integrations.huggingface.attention_trials import (
     FusedAttention,
     as_one_op,
@@ -34,7 +35,7 @@ from onepass.integrations.huggingface.interfaces import (
 )
 from onepass.integrations.huggingface.latent_trials import FusedLatent, as_latent, latent_roles
 from onepass.integrations.huggingface.linear_layers import base_of, call_layer, is_linear, linear_of
-from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, parts_of
+from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward, thread
 from onepass.integrations.huggingface.rotation import (

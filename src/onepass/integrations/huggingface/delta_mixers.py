@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from onepass.gradients.places import parts_of
 from onepass.integrations.delta_net import LENGTH_EPS, DeltaNet
 from onepass.integrations.huggingface.attentions import LENGTHS, WITHOUT_EFFECT
 from onepass.integrations.huggingface.convolutions import CONVOLUTION
@@ -24,7 +25,7 @@ from onepass.integrations.huggingface.delta_rules import DELTA_RULE
 from onepass.integrations.huggingface.documents import as_one_row
 from onepass.integrations.huggingface.gated_norms import GatedNormMatch
 from onepass.integrations.huggingface.linear_layers import base_of, is_linear, sizes_of, tiny
-from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch, parts_of
+from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import Function, close, probe, probe_forward, randn
 from onepass.integrations.huggingface.rotation import globals_with, with_globals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -33,7 +32,7 @@ from onepass.product.frozen.fp8 import freeze_weight
 from onepass.product.frozen.taken import frozen_weight
 from onepass.product.frozen.weight import FrozenWeight
 from onepass.product.lora import LoRA
-from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, under_functorch
+from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
 
 LINEARS_CHANGED = "its linear layers are hooked, wrapped or others, or have other biases"
@@ -273,37 +272,6 @@ def _of_several(
     norm = folded.norm
     y, folded.h = norm_projections(x, folded.residual, norm.weight, norm.bias, norm.kernel_options, weights, biases, precision)
     return y
-
-
-class _Parts(torch.autograd.Function):
-    """Split a product's columns into tensors that share its memory but are no views to autograd.
-
-    Views by split can't be written in place, as OLMo does. With views by narrow, each gradient is as wide as the product and
-    full of zeros, and autograd adds them up.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        storage, at, parts = made.untyped_storage(), made.storage_offset(), []
-        for size in sizes:
-            parts.append(made.new_empty(0).set_(storage, at, (*made.shape[:-1], size), made.stride()))
-            at += size * made.stride(-1)
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.cat(grads, -1), None
-
-
-_apart = fast_apply(_Parts)
-
-
-def parts_of(made: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Split `made` into column ranges that can each be written in place. Nothing else may read `made` afterwards."""
-    if len(sizes) > 1 and needs_grad(made) and not needs_dispatcher(made) and not under_functorch():
-        return _apart(made, sizes)  # type: ignore[no-any-return]
-    ends = list(accumulate(sizes))
-    return tuple(made.narrow(-1, end - size, size) for end, size in zip(ends, sizes, strict=True))
 
 
 def give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
+from onepass.gradients.places import place_of
 from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grads
 from onepass.kernels.document_positions import document_positions
 from onepass.kernels.language import kernels_unsupported
@@ -136,7 +137,7 @@ class _ConvFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, since: Tensor | None, options: ConvOptions
     ) -> tuple[Tensor, ...]:
-        ctx.options = options
+        ctx.options, ctx.place = options, place_of(x)
         ctx.vectors = saved_vectors(ctx, 1, weight, bias)
         ctx.save_for_backward(x, weight, bias, since)
         return tuple([y for y in _forward(x, weight, bias, since, options) if y is not None])
@@ -147,7 +148,7 @@ class _ConvFunction(torch.autograd.Function):
         x, weight, bias, since = ctx.saved_tensors
         need_dx, *needs = ctx.needs_input_grad[:3]
         grads = None if ctx.vectors is None else vector_grads(ctx.vectors, grad_requests(ctx, 3)[1:])
-        into, direct = None, {}
+        into, direct = None, {"place": ctx.place}
         kept = ConvKept(dy, second_dy, third_dy, x, weight, bias, since)
         if grads is not None:
             needs = list(grads.needed())

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.gradients.places import Place, empty_gradient
 from onepass.kernels.column_reduce import helper_count, join_helpers, leave_helpers, share_columns
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
@@ -243,7 +244,7 @@ def _backward_turn(pointers, taken, weights, bias, bounds, inside, eps, SHAPE, C
     xs, dys = loaded
     rows += xs
     row, first, last, M, S, _ = bounds
-    C: tl.constexpr = SHAPE[1]
+    DX_ROW: tl.constexpr = SHAPE[8]
     W: tl.constexpr = SHAPE[2]
     SILU: tl.constexpr = SHAPE[3]
     NORMED: tl.constexpr = SHAPE[4]
@@ -251,7 +252,7 @@ def _backward_turn(pointers, taken, weights, bias, bounds, inside, eps, SHAPE, C
     DW: tl.constexpr = SHAPE[6]
     DB: tl.constexpr = SHAPE[7]
     if DX:
-        dx_ptr += _offset(row - (W - 1), C)
+        dx_ptr += _offset(row - (W - 1), DX_ROW)
     positions = ()
     for i in tl.static_range(COUNT + W - 1):
         positions += (_position(since_ptr, row - (W - 1) + i, M, S) if MASKED else 0,)
@@ -286,7 +287,7 @@ def _backward_turn(pointers, taken, weights, bias, bounds, inside, eps, SHAPE, C
                     c = tl.where(positions[u + j] >= j, c, 0.0)
                 dx = tl.fma(weights[j], c, dx)
             out = row - (W - 1) + u
-            tl.store(dx_ptr + u * C, dx, mask=inside & (out >= first))  # the rows before are another chunk's
+            tl.store(dx_ptr + u * DX_ROW, dx, mask=inside & (out >= first))  # the rows before are another chunk's
     left, grads_left = (), ()
     for j in tl.static_range(W - 1):
         left += (rows[COUNT + j],)
@@ -348,7 +349,7 @@ def _conv_backward_kernel(
     x_ptr, weight_ptr, bias_ptr, since_ptr, first_ptr, second_ptr, third_ptr,  # as in forward; the gradients of y's pieces
     dx_ptr, dweight_ptr, dbias_ptr, partial_ptr, arrived_ptr,  # the gradients; a row of sums a chunk, and two counters
     M, ROWS, S,  # all rows, those of a chunk, those of a sequence
-    eps, ROW: tl.constexpr, W: tl.constexpr, SIZE0: tl.constexpr, SIZE1: tl.constexpr, SIZE2: tl.constexpr,
+    eps, ROW: tl.constexpr, DX_ROW: tl.constexpr, W: tl.constexpr, SIZE0: tl.constexpr, SIZE1: tl.constexpr, SIZE2: tl.constexpr,
     NORMED: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, TILES: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, COUNT: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
@@ -372,9 +373,13 @@ def _conv_backward_kernel(
     sums = partial_ptr + _offset(strip, WIDTH) if WIDTH else x_ptr
     pointers, bounds = (x_ptr, since_ptr, dy_ptr, dx, sums), (first, last, M, S, size)
     if (bit & NORMED) != 0:
-        _backward_chunk(pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, True, DX, DW, DB), COUNT)
+        _backward_chunk(
+            pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, True, DX, DW, DB, DX_ROW), COUNT
+        )  # fmt: skip
     else:
-        _backward_chunk(pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, False, DX, DW, DB), COUNT)
+        _backward_chunk(
+            pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, False, DX, DW, DB, DX_ROW), COUNT
+        )  # fmt: skip
     if WIDTH:
         programs, helpers = tl.num_programs(0), helper_count()
         helper = join_helpers(arrived_ptr, programs, helpers)
@@ -403,12 +408,12 @@ def _forward_plan(row: int, W: int, size: int, options: ConvOptions) -> tuple[Co
 
 
 @lru_cache(4096)
-def _backward_plan(row: int, W: int, size: int, options: ConvOptions, add: bool) -> tuple[ConvTiles, Bound]:
+def _backward_plan(row: int, dx_row: int, W: int, size: int, options: ConvOptions, add: bool) -> tuple[ConvTiles, Bound]:
     silu, eps, *sizes, normed, _ = options
     tiles = backward_tiles(options, W, size)
     bound: Bound = _conv_backward_kernel.bind(
-        eps, row, W, *sizes, normed, silu, add, tiles.tiles, tiles.heads, tiles.head, tiles.block, tiles.are_whole(options),
-        tiles.rows, 32, 32, num_warps=tiles.num_warps, resident=tiles.resident, fused=False,
+        eps, row, dx_row, W, *sizes, normed, silu, add, tiles.tiles, tiles.heads, tiles.head, tiles.block,
+        tiles.are_whole(options), tiles.rows, 32, 32, num_warps=tiles.num_warps, resident=tiles.resident, fused=False,
     )  # fmt: skip
     return tiles, bound
 
@@ -427,18 +432,19 @@ def conv_forward(
 
 def conv_backward(
     kept: ConvKept, options: ConvOptions, need_dx: bool, need_dweight: bool, need_dbias: bool,
-    into: Sequence[Tensor | None] | None = None, keep_scratch: bool = True,
+    into: Sequence[Tensor | None] | None = None, place: Place | None = None, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx, dweight and dbias: each where it is needed. `into`: what the last two are added to."""
+    """Return dx, dweight and dbias: each where it is needed. `into`: what the last two are added to; `place`: dx's."""
     *dys, x, weight, bias, since = kept
     C, W = options.first + options.second + options.third, weight.shape[-1]
     S, M = x.shape[-2], x.shape[:-1].numel()
     dys = [None if dy is None else dy.contiguous() for dy in dys]
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else None
+    dx = empty_gradient(x, place) if need_dx else None
     given: list[Tensor | None] = [weight if need_dweight else None, bias if need_dbias else None]
     dweight, dbias = [None if t is None else torch.empty_like(t) for t in given] if into is None else into
     x, row = as_rows(x)
-    tiles, launch = _backward_plan(row, W, x.element_size(), options, into is not None)
+    dx_row = C if dx is None else as_rows(dx)[1]
+    tiles, launch = _backward_plan(row, dx_row, W, x.element_size(), options, into is not None)
     rows = chunk_rows(M, tiles, x.device)
     chunks = ceil_div(M, rows)
     partial = arrived = None

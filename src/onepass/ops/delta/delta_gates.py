@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
+from onepass.gradients.places import place_of
 from onepass.gradients.vectors import contiguous_param, saved_vectors, vector_grads, with_fp32_grads
 from onepass.kernels.language import kernels_unsupported
 from onepass.ops.delta import gate_kernels as kernels
@@ -97,7 +98,7 @@ _backward = Registered(
 class _GatesFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, options: GateOptions) -> Any:
-        ctx.options = options
+        ctx.options, ctx.places = options, (place_of(a), place_of(b))
         ctx.vectors = saved_vectors(ctx, 2, a_log, dt_bias)
         ctx.save_for_backward(a, b, a_log, dt_bias)
         return _forward(a, b, a_log, dt_bias, options)
@@ -108,7 +109,7 @@ class _GatesFunction(torch.autograd.Function):
         a, b, a_log, dt_bias = ctx.saved_tensors
         need_da, need_db, *needs = ctx.needs_input_grad[:4]
         grads = None if ctx.vectors is None else vector_grads(ctx.vectors, grad_requests(ctx, 4)[2:])
-        into, direct = None, {}
+        into, direct = None, {"places": ctx.places}
         kept = GatesKept(dg, dbeta, a, b, a_log, dt_bias)
         if grads is not None:
             needs = list(grads.needed())

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.gradients.places import Place, empty_gradient
 from onepass.kernels.column_reduce import helper_count, join_helpers, leave_helpers, share_strips
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
@@ -64,12 +65,14 @@ def softplus(x):
 
 @device_function
 def _load_gates(a_ptr, b_ptr, rows, heads, inside, lies, R: tl.constexpr):
-    """Load rows of a and b in fp32."""
+    """Load rows of a and b in fp32. Return also where they lie."""
     A_ROW, A_GROUP, B_ROW, B_GROUP = lies
     group, within = heads // R, heads % R
-    a = tl.load(a_ptr + rows[:, None] * A_ROW + (group * A_GROUP + within)[None, :], mask=inside, other=0.0)
-    b = tl.load(b_ptr + rows[:, None] * B_ROW + (group * B_GROUP + within)[None, :], mask=inside, other=0.0)
-    return a.to(tl.float32), b.to(tl.float32)
+    a_at = rows[:, None] * A_ROW + (group * A_GROUP + within)[None, :]
+    b_at = rows[:, None] * B_ROW + (group * B_GROUP + within)[None, :]
+    a = tl.load(a_ptr + a_at, mask=inside, other=0.0)
+    b = tl.load(b_ptr + b_at, mask=inside, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32), a_at, b_at
 
 
 @device_function
@@ -94,7 +97,7 @@ def _gates_forward_kernel(
     decay, dt_bias = _load_decay(a_log_ptr, dt_bias_ptr, heads, there)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None] & there[None, :]
-    a, b = _load_gates(a_ptr, b_ptr, rows, heads, inside, (A_ROW, A_GROUP, B_ROW, B_GROUP), R)
+    a, b, _, _ = _load_gates(a_ptr, b_ptr, rows, heads, inside, (A_ROW, A_GROUP, B_ROW, B_GROUP), R)
     beta, _ = sigmoid(-LOG2_E * b)
     at = rows[:, None] * H + heads[None, :]
     g = decay * softplus(a + dt_bias) * -1.0  # Triton's -x is 0 - x, of which a zero has another sign
@@ -107,6 +110,7 @@ def _gates_backward_kernel(
     dg_ptr, dbeta_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr,  # as in forward; dg and dbeta [M, H]
     da_ptr, db_ptr, da_log_ptr, ddt_bias_ptr, partial_ptr, arrived_ptr,  # gradients; a row of sums a program, two counters
     M, ROWS, A_ROW, A_GROUP, B_ROW, B_GROUP,  # ROWS: of all M rows, those of a program
+    DA_AS_A: tl.constexpr, DB_AS_B: tl.constexpr,  # a gradient lies as its input does; else [M, H]
     R: tl.constexpr, H: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
     SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
 ):  # fmt: skip
@@ -122,18 +126,18 @@ def _gates_backward_kernel(
         rows = start + tl.arange(0, BLOCK_M)
         inside = (rows < M)[:, None] & there[None, :]
         at = rows[:, None] * H + heads[None, :]
-        a, b = _load_gates(a_ptr, b_ptr, rows, heads, inside, (A_ROW, A_GROUP, B_ROW, B_GROUP), R)
+        a, b, a_at, b_at = _load_gates(a_ptr, b_ptr, rows, heads, inside, (A_ROW, A_GROUP, B_ROW, B_GROUP), R)
         if db_ptr is not None:
             beta, rest = sigmoid(-LOG2_E * b)
             dbeta = tl.load(dbeta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(db_ptr + at, dbeta * beta * rest, mask=inside)
+            tl.store(db_ptr + (b_at if DB_AS_B else at), dbeta * beta * rest, mask=inside)
         if da_ptr is not None or SUMS:
             x = a + dt_bias
             slope, _ = sigmoid(-LOG2_E * x)
             scaled = -decay * tl.load(dg_ptr + at, mask=inside, other=0.0)
             da = scaled * slope
             if da_ptr is not None:
-                tl.store(da_ptr + at, da, mask=inside)
+                tl.store(da_ptr + (a_at if DA_AS_A else at), da, mask=inside)
             # rows past the end add zeros, whatever dt_bias is
             da_log += tl.where(inside, scaled * softplus(x), 0.0)
             ddt_bias += tl.where(inside, da, 0.0)
@@ -179,11 +183,14 @@ def _forward_plan(lies: tuple[int, ...], options: GateOptions) -> tuple[GateTile
 
 
 @lru_cache(4096)
-def _backward_plan(lies: tuple[int, ...], options: GateOptions, add: bool) -> tuple[GateTiles, Bound]:
+def _backward_plan(
+    lies: tuple[int, ...], as_inputs: tuple[bool, ...], options: GateOptions, add: bool
+) -> tuple[GateTiles, Bound]:
+    """`as_inputs`: whether da lies as a does, and db as b."""
     heads, group = options
     tiles = gate_tiles(heads)
     bound: Bound = _gates_backward_kernel.bind(
-        *lies, group, heads, add, tiles.block_m, tiles.block_h, 64, 32, num_warps=tiles.num_warps
+        *lies, *as_inputs, group, heads, add, tiles.block_m, tiles.block_h, 64, 32, num_warps=tiles.num_warps
     )  # fmt: skip
     return tiles, bound
 
@@ -203,17 +210,21 @@ def gates_forward(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, options:
 
 def gates_backward(
     kept: GatesKept, options: GateOptions, need_da: bool, need_db: bool, need_da_log: bool, need_ddt_bias: bool,
-    into: Sequence[Tensor | None] | None = None, keep_scratch: bool = True,
+    into: Sequence[Tensor | None] | None = None, places: Sequence[Place | None] = (None, None), keep_scratch: bool = True,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return da, db, da_log and ddt_bias: each where it is needed. `into`: what the last two are added to."""
     dg, dbeta, a, b, a_log, dt_bias = kept
     M = a.numel() // options.heads
-    da, db = a.new_empty(a.shape) if need_da else None, b.new_empty(b.shape) if need_db else None
     given = a_log if need_da_log else None, dt_bias if need_ddt_bias else None
     da_log, ddt_bias = [None if t is None else torch.empty_like(t) for t in given] if into is None else into
-    a, *lies = as_grouped_rows(a, *options)
-    b, *others = as_grouped_rows(b, *options)
-    tiles, launch = _backward_plan((*lies, *others), options, into is not None)
+    grads, lies = [], []
+    inputs = [as_grouped_rows(t, *options) for t in (a, b)]
+    for t, (read, *distances), place, need in zip((a, b), inputs, places, (need_da, need_db), strict=True):
+        grads.append(empty_gradient(t, place if read is t else None) if need else None)
+        lies += distances
+    (da, db), (a, b) = grads, [read for read, *_ in inputs]
+    as_inputs = [grad is not None and not grad.is_contiguous() for grad in grads]
+    tiles, launch = _backward_plan(tuple(lies), tuple(as_inputs), options, into is not None)
     rows = strip_rows(M, tiles, a.device)
     strips = ceil_div(M, rows)
     partial = arrived = None

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.gradients.places import Place, empty_gradient
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
-from onepass.kernels.layout import Groups, as_groups
-from onepass.kernels.rows import aligned, inside_row, known_align, load_block, load_scale
+from onepass.kernels.layout import Groups, as_groups, groups_of
+from onepass.kernels.rows import aligned, block_offsets, inside_row, known_align, load_block, load_scale
 from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.kernels.sigmoid import LOG2_E, sigmoid
 from onepass.ops.norm.backward import finish_sums
@@ -118,9 +119,10 @@ def _gated_backward_kernel(
     partial_ptr, arrived_ptr,  # of each group: a row of sums a program, and two counters
     M, ROWS,  # ROWS: of all M rows, those of a program
     DY_ROW, DY_GAP, X_ROW, X_GAP, Z_ROW, Z_GAP, eps,
-    DY_INNER: tl.constexpr, X_INNER: tl.constexpr, Z_INNER: tl.constexpr, H: tl.constexpr, GROUPS: tl.constexpr,
-    NORM_FIRST: tl.constexpr, SILU: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
+    DY_INNER: tl.constexpr, X_INNER: tl.constexpr, Z_INNER: tl.constexpr, DZ_AS_Z: tl.constexpr, H: tl.constexpr,
+    GROUPS: tl.constexpr, NORM_FIRST: tl.constexpr, SILU: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr, SHARE_S: tl.constexpr,
+    SHARE_H: tl.constexpr,
 ):  # fmt: skip
     DY_ROW, X_ROW, Z_ROW = aligned(DY_ROW, ALIGN), aligned(X_ROW, ALIGN), aligned(Z_ROW, ALIGN)
     if DY_INNER:
@@ -147,7 +149,8 @@ def _gated_backward_kernel(
         if dx_ptr is not None:
             tl.store(dx_ptr + at, dx, mask=inside)
         if dz_ptr is not None:
-            tl.store(dz_ptr + at, dz, mask=inside)
+            z_at = group + block_offsets(rows, columns, Z_ROW, Z_GAP, Z_INNER)
+            tl.store(dz_ptr + (z_at if DZ_AS_Z else at), dz, mask=inside)
         if y_ptr is not None:
             tl.store(y_ptr + at, gated_output(x, z, weight, eps, H, NORM_FIRST, SILU), mask=inside)
         dweight = tl.fma(d, n, dweight)
@@ -213,15 +216,14 @@ def backward_tiles_for(x: Tensor, z: Tensor, options: GatedNormOptions) -> Gated
 
 @lru_cache(4096)
 def _backward_plan(
-    width: int, dy_lies: Groups, x_lies: Groups, z_lies: Groups, tiles: GatedNormTiles, options: GatedNormOptions,
-    sums: bool, add: bool,
+    width: int, lies: tuple[Groups, ...], dz_as_z: bool, tiles: GatedNormTiles, options: GatedNormOptions, sums: bool, add: bool
 ) -> Bound:  # fmt: skip
+    """`lies`: of dy, x and z; `dz_as_z`: dz lies as z does."""
     eps, centered, activation, norm_first, groups = options
-    lies = [(row, gap, inner) for row, gap, inner in (dy_lies, x_lies, z_lies)]
     H = width // groups
     align = known_align(*(row for row, _, _ in lies), *(gap or 0 for _, gap, _ in lies))
     bound: Bound = _gated_backward_kernel.bind(
-        *(size for row, gap, _ in lies for size in (row, gap)), eps, *(inner for _, _, inner in lies),
+        *(size for row, gap, _ in lies for size in (row, gap)), eps, *(inner for _, _, inner in lies), dz_as_z,
         H, groups, norm_first, activation == "silu", centered, add, align,
         tiles.block_m, tiles.block_h, tiles.stages if sums else 1, 128, 8 * tiles.num_warps,
         num_warps=tiles.num_warps, resident=tiles.resident if sums else 0, fused=False,
@@ -245,20 +247,21 @@ def gated_forward(x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNor
 
 def gated_backward(
     dy: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions, *needs: bool,
-    into: Sequence[Tensor | None] | None = None, into_dy: bool = False, keep_scratch: bool = True,
+    into: Sequence[Tensor | None] | None = None, into_dy: bool = False, place: Place | None = None, keep_scratch: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return dx, dz, dweight, and y again in dy's type: each where it is needed.
 
     Args:
         into: a contiguous tensor that dweight is added to.
         into_dy: y may be written over dy.
+        place: dz's, if z is read where it lies.
     """
     need_dx, need_dz, need_dweight, rebuild = needs
     width, groups = x.shape[-1], options.groups
     M = x.numel() // width
     tiles = backward_tiles_for(x, z, options)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else None
-    dz = torch.empty_like(z, memory_format=torch.contiguous_format) if need_dz else None
+    dz = empty_gradient(z, place if groups_of(z, True) is not None else None) if need_dz else None
     dweight = None
     if need_dweight:
         assert weight is not None
@@ -269,7 +272,8 @@ def gated_backward(
     dy, dy_lies = as_groups(dy, True)
     x, x_lies = as_groups(x, True)
     z, z_lies = as_groups(z, True)
-    launch = _backward_plan(width, dy_lies, x_lies, z_lies, tiles, options, need_dweight, into is not None)
+    dz_as_z = dz is not None and not dz.is_contiguous()
+    launch = _backward_plan(width, (dy_lies, x_lies, z_lies), dz_as_z, tiles, options, need_dweight, into is not None)
     blocks = programs = ceil_div(M, tiles.block_m)
     partial = arrived = None
     if need_dweight:  # else a program takes no second turn, as nothing is kept from turn to turn

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.gradients.main_grad import grad_requests
+from onepass.gradients.places import Place, place_of
 from onepass.gradients.vectors import KernelTargets, VectorGrads, contiguous_param, saved_vectors, vector_grads, with_fp32_grads
 from onepass.kernels.language import triton_unsupported
 from onepass.kernels.layout import groups_of
@@ -104,10 +105,10 @@ gated_backward = Registered(
 
 def gated_backward_into(
     grads: VectorGrads | None, dy: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions, *needs: bool,
-    into_dy: bool = False,
+    into_dy: bool = False, place: Place | None = None,
 ) -> tuple[KernelTargets | None, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Return what the kernel added to, and what `gated_backward` returns."""
-    direct: dict[str, Any] = {"into_dy": into_dy}
+    """Return what the kernel added to, and what `gated_backward` returns. `place`: dz's."""
+    direct: dict[str, Any] = {"into_dy": into_dy, "place": place}
     into = None if grads is None else grads.into(dy, x, z, weight)
     if into is not None:
         direct["into"] = into.tensors
@@ -119,7 +120,7 @@ def gated_backward_into(
 class _GatedNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor | None, options: GatedNormOptions) -> Any:
-        ctx.options = options
+        ctx.options, ctx.place = options, place_of(z)
         ctx.vectors = saved_vectors(ctx, 2, weight)
         ctx.save_for_backward(x, z, weight)
         return gated_forward(x, z, weight, options)
@@ -133,7 +134,7 @@ class _GatedNormFunction(torch.autograd.Function):
         if grads is not None:
             (need_dweight,) = grads.needed()
         needs = need_dx, need_dz, need_dweight, False
-        into, (dx, dz, dweight, _) = gated_backward_into(grads, dy, x, z, weight, ctx.options, *needs)
+        into, (dx, dz, dweight, _) = gated_backward_into(grads, dy, x, z, weight, ctx.options, *needs, place=ctx.place)
         return dx, dz, *([dweight] if grads is None else grads.put(into, dweight)), None
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from onepass.distributed.collectives import group_of_several
 from onepass.distributed.tensor_parallel import check_divisible, tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
+from onepass.gradients.places import place_of
 from onepass.gradients.vectors import contiguous_param, with_fp32_grad
 from onepass.ops.norm import gated_kernels as kernels
 from onepass.ops.norm.gated_kernels import GatedNormOptions
@@ -201,7 +202,7 @@ def gated_norm_linear(
     options, head = _options(x, norm_weight, eps, zero_centered_gamma, activation, norm_before_gate, group_size)
     if chosen == "torch" and (torch.compiler.is_compiling() or under_functorch()):  # these choose by themselves what to keep
         return _traced(x, z, with_fp32_grad(norm_weight), weight, bias, options, head, product, adapters)
-    prologue = GatedNormRows(options, head, chosen == "triton" and x.numel() > 0, product_type(x))
+    prologue = GatedNormRows(options, head, chosen == "triton" and x.numel() > 0, product_type(x), place_of(z))
     return run_linear(prologue, product, (x, contiguous_param(norm_weight), z), weight, bias, adapters)  # type: ignore[no-any-return]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.main_grad import GradRequest
+from onepass.gradients.places import Place
 from onepass.gradients.vectors import VectorGrads
 from onepass.ops.norm.gated_kernels import WIDEST_REBUILT, GatedNormOptions
 from onepass.ops.norm.gated_norm import gated_backward_into, gated_formula, gated_forward
@@ -33,6 +34,7 @@ class GatedNormRows(NamedTuple):
     head: int  # columns that norm_weight has: each head of a row is a row to the kernels
     use_triton: bool
     dtype: torch.dtype  # the product's
+    place: Place | None  # of z's gradient
 
     vectors: tuple[str, ...] = ("norm_weight",)
     returns: tuple[bool, bool] = (False, False)
@@ -67,7 +69,7 @@ class GatedNormRows(NamedTuple):
             apart = rebuild and self.head // self.options.groups > WIDEST_REBUILT
             needs = of_x, of_z, of_weight, rebuild and not apart
             into, (grad_x, grad_z, dweight, rows) = gated_backward_into(
-                vectors, dy, heads, gates, norm_weight, self.options, *needs, into_dy=ours
+                vectors, dy, heads, gates, norm_weight, self.options, *needs, into_dy=ours, place=self.place
             )
             if apart:
                 rows = gated_forward(heads, gates, norm_weight, self.options)
