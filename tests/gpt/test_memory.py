@@ -6,6 +6,7 @@ import torch
 import onepass
 from onepass.gpt import Config, Model
 from onepass.gpt.memory import block_memory, ends_bytes, stream_bytes, uncounted
+from onepass.ops.routing import logits
 from onepass.parallel import MainGrads
 
 B, S = 2, 24
@@ -28,6 +29,13 @@ CASES = {
     "experts": {"num_moe_experts": 4, "moe_ffn_hidden_size": 64},
     "three of six experts, norms alone": {
         "num_moe_experts": 6, "moe_ffn_hidden_size": 96, "moe_router_topk": 3, "norm_linear_fusion": False
+    },
+    "selective": {"recompute_granularity": "selective"},
+    "selective, norms of heads": {"recompute_granularity": "selective", "qk_layernorm": True},
+    "selective, experts": {"recompute_granularity": "selective", "num_moe_experts": 4},
+    "selective, eight bits": {"recompute_granularity": "selective", "fp8_format": "hybrid"},
+    "selective, activations in eight bits": {
+        "recompute_granularity": "selective", "activation_func_fp8_input_store": True
     },
     "full": {"recompute_granularity": "full"},
     "full, experts": {"recompute_granularity": "full", "num_moe_experts": 4},
@@ -57,8 +65,9 @@ def kept(config):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_block_keeps_what_is_counted(name):
+def test_a_block_keeps_what_is_counted(name, monkeypatch):
     """To less than a byte a token. The smallest tensor that a layer could keep beside these has four."""
+    monkeypatch.setattr(logits, "_has_tensor_cores", lambda *_: True)
     one, two = (Config(**SHAPE | CASES[name] | {"num_layers": layers}) for layers in (1, 2))
     assert not [*uncounted(one)]
     of_one, of_two = kept(one), kept(two)

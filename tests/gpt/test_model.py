@@ -55,7 +55,7 @@ VARIANTS = {
         "mtp_num_layers": 1, "num_moe_experts": 3, "moe_aux_loss_coeff": 0.1, "untie_embeddings_and_output_weights": True,
     },
     "two tokens more by one layer": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
-    "attention recomputed": {"recompute_granularity": "selective"},
+    "products again": {"recompute_granularity": "selective"},
 }  # fmt: skip
 FUSIONS = [  # each switched off alone
     {"norm_fusion": False, "norm_linear_fusion": False}, {"norm_fusion": False}, {"norm_linear_fusion": False},
@@ -424,7 +424,7 @@ def test_recomputing_keeps_less_and_drops_the_same(granularity):
 
     base = GPT2 | {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     whole, less = (kept(Config(**SHAPE, **base, recompute_granularity=each)) for each in (None, granularity))
-    assert less[0] < (0.5 if granularity == "full" else 0.95) * whole[0]
+    assert less[0] < (0.5 if granularity == "full" else 0.97) * whole[0]
     assert torch.equal(whole[1], less[1])
     assert all(torch.allclose(one, other, rtol=1e-10, atol=1e-14) for one, other in zip(whole[2], less[2], strict=True))
 

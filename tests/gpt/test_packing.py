@@ -22,7 +22,7 @@ VARIANTS = {
     "native": {"cross_entropy_fusion_impl": "native"},
     "experts": EXPERTS | {"moe_aux_loss_coeff": 0.0},
     "recomputed": {"recompute_granularity": "full"},
-    "attention recomputed": {"recompute_granularity": "selective"},
+    "products again": {"recompute_granularity": "selective"},
     "no fusion": {"reference": True},
     "no fusion, learned positions": BIASES | {"reference": True},
 }

@@ -10,6 +10,7 @@ from onepass.ops.linear.grouped import grouped_linear
 from onepass.product import grouped as gradients_grouped
 from onepass.train.batches import TokenBatch
 from onepass.train.layout import ParallelLayout
+from onepass.train.memory import memory_of_run
 from onepass.train.options import Options
 from onepass.train.packing import Documents, PackedBatches
 from onepass.train.setup import make
@@ -25,6 +26,7 @@ VARIANTS = {
     },
     "experts": {"num_moe_experts": 8, "moe_ffn_hidden_size": 256, "moe_aux_loss_coeff": 0.01},
     "recomputed": {"recompute_granularity": "full"},
+    "products again": {"recompute_granularity": "selective"},
     "native": {"cross_entropy_fusion_impl": "native"},
 }  # fmt: skip
 variants = pytest.mark.parametrize("name", VARIANTS)
@@ -200,3 +202,18 @@ def test_what_the_grouped_product_takes(change):
     assert grouped_product.torch_can_group(x, weight) is (change == "autocast")
     y = grouped_linear(x, weight, torch.tensor([1, 4], device="cuda", dtype=torch.int32))
     assert (y == 16).all() and y.dtype is x.dtype
+
+
+@pytest.mark.parametrize("granularity", (None, "selective", "full"))
+def test_a_step_takes_the_memory_that_is_planned(granularity):
+    config = preset("124M", params_dtype="bf16", recompute_granularity=granularity)
+    options, layout = Options(seq_length=1024, micro_batch_size=16, cuda_graphs=False), ParallelLayout(torch.device("cuda"))
+    tokens = torch.randint(config.vocab_size, (16, 1025), device="cuda")
+    before = torch.cuda.memory_allocated()
+    made = make(config, options, layout)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        made.steps.run(TokenBatch(tokens[:, :-1], tokens[:, 1:]))
+        made.update.step(1e-4)
+    planned = memory_of_run(config, options, layout)
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(planned.total, rel=0.05)

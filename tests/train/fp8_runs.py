@@ -20,7 +20,7 @@ LAYOUTS = {
     "data": {},
     "data, bf16": {"params_dtype": "bf16", "release_main_grads": True},
     "zero": {"use_distributed_optimizer": True},
-    "fsdp": {"use_fsdp": True},
+    "fsdp": {"use_fsdp": True, "recompute_granularity": "selective"},
     "fsdp, experts": {"use_fsdp": True, **EXPERTS},
     "fsdp, bf16": {"use_fsdp": True, "params_dtype": "bf16", "recompute_granularity": "full"},
     "pipeline": {"pipeline_model_parallel_size": 2, "global_batch_size": 4},

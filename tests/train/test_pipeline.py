@@ -62,6 +62,7 @@ CASES = {
         "interleaved, three microbatches": (EACH, INTERLEAVED | {"global_batch_size": 6}),
         "interleaved, plain": (EACH | {"plain": True}, INTERLEAVED),
         "zero-bubble": (EACH, ZERO_BUBBLE),
+        "zero-bubble, products again": (EACH | {"recompute_granularity": "selective"}, ZERO_BUBBLE),
         "zero-bubble, a stage each": (GPT2, ZERO_BUBBLE),
         "zero-bubble, three microbatches": (EACH, ZERO_BUBBLE | {"global_batch_size": 6}),
         "zero-bubble, plain": (EACH | {"plain": True}, ZERO_BUBBLE),

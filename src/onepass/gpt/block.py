@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from onepass.gpt.config import Config
 from onepass.gpt.moe import MoE
@@ -20,8 +21,11 @@ from onepass.nn.linear import ColumnParallelLinear, RowParallelLinear
 from onepass.nn.mlp import MLP
 from onepass.nn.precision import set_precision
 from onepass.ops.attention.attention import SIZES, attention, unsupported
+from onepass.ops.attention.by_pytorch import rotate_again
 from onepass.ops.attention.formula import parts_of
+from onepass.runtime.backend import choose
 from onepass.runtime.fp8_recipe import FP8Recipe
+from onepass.runtime.recomputed import recomputed
 
 
 class SelfAttention(nn.Module):
@@ -54,16 +58,17 @@ class SelfAttention(nn.Module):
         self.q_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
         self.k_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
 
-    def forward(self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return (y, linear_proj's bias). `qkv` is linear_qkv's output. `boundaries` are as gpt/packing.py joins them."""
-        if self.config.recompute_granularity == "selective" and qkv.requires_grad:
-            dropout = self.config.attention_dropout > 0
-            mixed = checkpoint(self.mixed, qkv, tables, boundaries, use_reentrant=False, preserve_rng_state=dropout)
-        else:
-            mixed = self.mixed(qkv, tables, boundaries)
+    def forward(
+        self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None, again: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (y, linear_proj's bias). `qkv` is linear_qkv's output, and `again` makes it in backward, where it is not kept.
+        `boundaries` are as gpt/packing.py joins them."""
+        mixed = self.mixed(qkv, tables, boundaries, again)
         return self.linear_proj(mixed, lora=lora_of(self.linear_proj))  # type: ignore[no-any-return]
 
-    def mixed(self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None) -> Tensor:
+    def mixed(
+        self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None, again: Callable[[], Tensor] | None = None
+    ) -> Tensor:
         """Return the attention output of this rank's heads. It has qkv's shape, except for the last dimension."""
         rows = sequences(qkv, self.config)
         normed = self.q_layernorm is None or self.config.norms_in_attention
@@ -73,17 +78,19 @@ class SelfAttention(nn.Module):
             as_one = as_one and normed and (not rows.is_cuda or self.config.head_size in SIZES)
         elif rows.is_cuda:  # without kernels the op has a mask of all tokens, and `_by_pytorch` one of each row's
             as_one = as_one and unsupported(rows, *self.heads, boundaries) is None
-        y = (self._as_one_op if as_one else self._by_pytorch)(rows, tables, boundaries)
+        y = self._as_one_op(rows, tables, boundaries, again) if as_one else self._by_pytorch(rows, tables, boundaries)
         return y.reshape(*qkv.shape[:-1], -1)
 
     def _drops(self) -> bool:
         return self.training and self.config.attention_dropout > 0
 
-    def _as_one_op(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:
+    def _as_one_op(
+        self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None, again: Callable[[], Tensor] | None = None
+    ) -> Tensor:
         """Run norms of heads, rotation and attention as one op.
 
-        The op writes the rotated q and k into `rows`, linear_qkv's output, which no other op reads. Selective recomputation reads
-        it again, so there the op leaves it unchanged.
+        The op writes the rotated q and k into `rows`, linear_qkv's output, which no other op reads. So does backward, where
+        `again` makes it.
         """
         c = self.config
         norms: dict[str, Any] = {}
@@ -92,24 +99,38 @@ class SelfAttention(nn.Module):
             weights = (norm.given(norm.weight) for norm in (self.q_layernorm, self.k_layernorm))
             norms |= dict(zip(("q_weight", "k_weight"), weights, strict=True))
         elif self.q_layernorm is not None or (tables is not None and not c.apply_rope_fusion):
-            rows, tables = torch.cat(self._rotated_parts(rows, tables), 2).flatten(2), None
+            rows, tables, again = torch.cat(self._rotated_parts(rows, tables), 2).flatten(2), None, None
         cos, sin = tables or (None, None)
         if boundaries is not None:  # the op takes documents in a single row
             rows = rows.reshape(1, -1, rows.shape[-1])
             cos, sin = (None if table is None else table.reshape(1, -1, table.shape[-1]) for table in (cos, sin))
-        by_kernels = unsupported(rows, *self.heads, boundaries) is None
-        return attention(
-            rows,
-            *self.heads,
-            cos=cos,
-            sin=sin,
-            interleaved=c.rotary_interleaved,
-            cu_seqlens=boundaries,
-            **norms,
-            overwrite=c.recompute_granularity != "selective",
-            deterministic=False,
-            backend=None if by_kernels else "torch",  # even where "triton" is selected globally
-        )
+        reason = unsupported(rows, *self.heads, boundaries)
+        backend = None if reason is None else "torch"  # even where "triton" is selected globally
+        shape, before, (heads, groups) = rows.shape, rows._version, self.heads
+
+        def rows_again() -> Tensor:
+            made = again().view(shape)  # type: ignore[misc]  # called where it is there
+            if overwritten and cos is not None and sin is not None:
+                by_kernel = choose("attention", backend, reason) != "torch"
+                rotate_again(made, heads, groups, cos, sin, boundaries, c.rotary_interleaved, by_kernel)
+            return made
+
+        with nullcontext() if again is None else recomputed(rows, rows_again):
+            y = attention(
+                rows,
+                heads,
+                groups,
+                cos=cos,
+                sin=sin,
+                interleaved=c.rotary_interleaved,
+                cu_seqlens=boundaries,
+                **norms,
+                overwrite=True,
+                deterministic=False,
+                backend=backend,
+            )
+        overwritten = rows._version != before
+        return y
 
     def _by_pytorch(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:
         c = self.config
@@ -167,15 +188,19 @@ class Block(nn.Module):
     def forward(
         self, h: Tensor, pending: Tensor | None = None, tables: Tables | None = None, boundaries: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        (qkv, _), h = self.residual.take(h, pending, self.input_layernorm, self.self_attention.linear_qkv)
-        h, pending = self.residual.give(h, self.self_attention(qkv, tables, boundaries), self.training)
-        if isinstance(self.mlp, MoE):
+        attention, mlp, give = self.self_attention, self.mlp, self.residual.give
+        (qkv, _), h = self.residual.take(h, pending, self.input_layernorm, attention.linear_qkv)
+        again = self.residual.again(h, self.input_layernorm, attention.linear_qkv)
+        h, pending = give(h, attention(qkv, tables, boundaries, again), self.training)
+        if isinstance(mlp, MoE):
             normed, h = self.residual.normed(h, pending, self.pre_mlp_layernorm)
-            y, aux_loss = self.mlp(normed)
-            return *self.residual.give(h, (y, None), self.training), aux_loss
-        up, h = self.residual.take(h, pending, self.pre_mlp_layernorm, self.mlp.linear_fc1)
-        y = self.mlp.rest(*up, lora=lora_of(self.mlp.linear_fc2))
-        return *self.residual.give(h, y, self.training), None
+            y, aux_loss = mlp(normed)
+            return *give(h, (y, None), self.training), aux_loss
+        up, h = self.residual.take(h, pending, self.pre_mlp_layernorm, mlp.linear_fc1)
+        again = self.residual.again(h, self.pre_mlp_layernorm, mlp.linear_fc1)
+        with nullcontext() if again is None else recomputed(up[0], again):
+            y = mlp.rest(*up, lora=lora_of(mlp.linear_fc2))
+        return *give(h, y, self.training), None
 
 
 def make_mlp(config: Config, tp_group: dist.ProcessGroup | None, start: Initializer, device: Any) -> MLP:

@@ -126,7 +126,7 @@ class ConfigFields(Settings):
     defer_embedding_wgrad_compute: bool = setting(False, "make the head's weight gradient in the pipeline's flush")
     wgrad_deferral_limit: int = setting(0, "microbatches whose gradient is put off so; 0 is all")
     recompute_granularity: Literal["selective", "full"] | None = setting(
-        None, "what backward computes again: selective the attention, full whole blocks"
+        None, "what backward computes again: selective the products before attention and activation, full whole blocks"
     )
     recompute_num_layers: int | None = setting(None, "blocks of each pipeline stage for which full does; all")
 

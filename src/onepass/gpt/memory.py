@@ -5,9 +5,10 @@
     queries, keys, values   (heads + 2 groups) head             attention, which rotates queries and keys in place
     attention's output      heads head, and a sum a head        attention, and linear_proj as its input
     MLP                     2 ffn of a gated one, else ffn      activation_linear, which makes the activation again
-    experts                 the same of topk rows a token, the normalised rows, and those in fp32 for the router
+    experts                 the same of topk rows a token, the normalised rows, and what routes them
 
-Tensor-parallel ranks share all but the stream, which sequence_parallel divides too. Blocks that are recomputed keep their input.
+Tensor-parallel ranks share all but the stream, which sequence_parallel divides too. With recompute_granularity "selective" a
+block keeps neither queries, keys and values nor the MLP's input, and with "full" nothing but its own input.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from onepass.runtime.saved import FP8_RUN
 from onepass.runtime.sizes import ceil_div
 
 _FP32 = 4  # bytes
+_QKV = "queries, keys, values"
 
 
 class BlockMemory(NamedTuple):
@@ -78,24 +80,42 @@ def uncounted(config: Config) -> Iterator[str]:
 
 def block_memory(config: Config, tokens: int, layer: int = 0) -> BlockMemory:
     """Return the memory of block `layer` for a micro batch of so many tokens."""
-    kept = _kept(config, tokens)
-    backward = max(_mlp_backward(config, tokens), _attention_backward(config, tokens))
+    kept, again = _kept(config, tokens), _kept_of_products(config, tokens)
+    mlp, attention = _mlp_backward(config, tokens), _attention_backward(config, tokens)
+    if config.recompute_granularity == "selective":
+        left = {name: size - again.get(name, 0) for name, size in kept.items()}
+        backward = max(mlp + sum(again.values()) - again[_QKV], attention + again[_QKV])
+        return BlockMemory({name: size for name, size in left.items() if size}, 0, backward)
     if config.recompute_granularity == "full" and layer < (config.recompute_num_layers or config.num_layers):
         stream = stream_bytes(config, tokens)
-        return BlockMemory({"input": stream}, sum(kept.values()) - stream, backward)
-    return BlockMemory(kept, 0, backward)
+        return BlockMemory({"input": stream}, sum(kept.values()) - stream, max(mlp, attention))
+    return BlockMemory(kept, 0, max(mlp, attention))
+
+
+def _kept_of_products(config: Config, tokens: int) -> dict[str, int]:
+    """Return what a block keeps of the products that selective recomputation makes again."""
+    own, width = rank_config(config), config.dtype.itemsize
+    stored = own.activation_func_fp8_input_store
+    rows, size = (tokens * own.moe_router_topk, own.expert_size) if own.num_moe_experts else (tokens, own.ffn_size)
+    name = "experts" if own.num_moe_experts else "MLP"
+    return {_QKV: tokens * _sizes(config)[1] * width, name: 0 if stored else _activation_kept(own, rows, size)}
 
 
 def recomputed_share(config: Config, sequence: float) -> float:
     """Return the FLOPs of what backward computes again, over those of a step. A block's last product is not computed again."""
-    if config.recompute_granularity != "full":
+    if config.recompute_granularity is None:
         return 0.0
-    topk = config.moe_router_topk if config.num_moe_experts else 1
-    last = config.hidden_size * topk * (config.expert_size if config.num_moe_experts else config.ffn_size)
-    whole, none = (config.replace(num_layers=layers, recompute_granularity=None, recompute_num_layers=None) for layers in (2, 1))
-    block = (whole.flops_per_token(sequence) - none.flops_per_token(sequence)) / 3
-    blocks = config.recompute_num_layers or config.num_layers
-    return blocks * (block - 2 * last) / config.flops_per_token(sequence)
+    experts, hidden = config.moe_router_topk if config.num_moe_experts else 1, config.hidden_size
+    size = experts * (config.expert_size if config.num_moe_experts else config.ffn_size)
+    if config.recompute_granularity == "selective":
+        up = 0 if config.activation_func_fp8_input_store else (2 if config.gated_linear_unit else 1) * size
+        qkv = (config.num_attention_heads + 2 * config.query_groups) * config.head_size
+        again = config.num_layers * 2.0 * hidden * (qkv + up)
+    else:
+        two, one = (config.replace(num_layers=layers, recompute_num_layers=None) for layers in (2, 1))
+        block = (two.flops_per_token(sequence) - one.flops_per_token(sequence)) / 3
+        again = (config.recompute_num_layers or config.num_layers) * (block - 2 * hidden * size)
+    return again / config.flops_per_token(sequence)
 
 
 def stream_bytes(config: Config, tokens: int) -> int:
@@ -128,7 +148,7 @@ def _kept(config: Config, tokens: int) -> dict[str, int]:
     rotated = heads + own.query_groups * own.head_size if config.norms_in_attention else 0  # beside queries and keys as they came
     kept = {
         "residual stream": 2 * (stream + statistics) + apart + (0 if config.num_moe_experts else apart),
-        "queries, keys, values": tokens * (qkv + rotated) * width,
+        _QKV: tokens * (qkv + rotated) * width,
         "attention's output": tokens * (heads * width + own.num_attention_heads * _FP32),
     }
     if config.num_moe_experts:
@@ -144,11 +164,11 @@ def _activation_kept(own: Config, rows: int, size: int) -> int:
 
 
 def _experts_kept(own: Config, tokens: int) -> int:
-    """Return what router and experts keep: rows sorted by expert, and the router's operands in fp32."""
+    """Return what router and experts keep: rows sorted by expert, and the router's operands in fp32, but for bf16's."""
     assert own.num_moe_experts is not None
     experts, hidden, topk = own.num_moe_experts, own.hidden_size, own.moe_router_topk
     width = own.dtype.itemsize
-    router = (tokens + experts) * hidden * _FP32 if width < _FP32 else 0
+    router = (tokens + experts) * hidden * _FP32 if own.params_dtype == "fp16" else 0
     routes = tokens * (experts * _FP32 + topk * (8 + 3 * _FP32)) + experts * _FP32
     return router + routes + tokens * hidden * width + _activation_kept(own, tokens * topk, own.expert_size)
 

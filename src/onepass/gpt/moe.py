@@ -8,6 +8,8 @@ Each rank of tp_group holds a shard of every expert.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from onepass.ops.linear.routing import Routes, gather_tokens, sort_rows
 from onepass.ops.routing.logits import router_logits
 from onepass.ops.routing.route import route
 from onepass.product.grouped import GroupedOptions
+from onepass.runtime.recomputed import recomputed
 
 # ---- modules ----
 
@@ -66,13 +69,18 @@ class ParallelExperts(DividedParameters, GroupedLayer):
         """Return this rank's partial sum for each route of the tokens x, sorted by expert."""
         c = self.config
         weight, precision = self.given(self.weight2), self.precision
-        h = gathered_grouped_linear(x, self.given(self.weight1), routes, GroupedOptions(precision))
-        if c.bias_activation_fusion:
-            options: dict[str, Any] = {"clamp": c.activation_func_clamp_value, "linear_offset": c.glu_linear_offset}
-            options |= {"token_weight": routes.weights, "save": c.activation_save, "precision": precision}
-            return activation_grouped_linear(h, weight, routes.ends, c.activation, **options)
-        a = (plain_activation(h, None, c) * routes.weights.unsqueeze(-1)).to(h.dtype)
-        return grouped_linear(a, weight, routes.ends, precision)
+        h = self._up(x, routes)
+        again = partial(self._up, x.detach(), routes._replace(weights=routes.weights.detach()))
+        with recomputed(h, again) if c.recompute_granularity == "selective" else nullcontext():
+            if c.bias_activation_fusion:
+                options: dict[str, Any] = {"clamp": c.activation_func_clamp_value, "linear_offset": c.glu_linear_offset}
+                options |= {"token_weight": routes.weights, "save": c.activation_save, "precision": precision}
+                return activation_grouped_linear(h, weight, routes.ends, c.activation, **options)
+            a = (plain_activation(h, None, c) * routes.weights.unsqueeze(-1)).to(h.dtype)
+            return grouped_linear(a, weight, routes.ends, precision)
+
+    def _up(self, x: Tensor, routes: Routes) -> Tensor:
+        return gathered_grouped_linear(x, self.given(self.weight1), routes, GroupedOptions(self.precision))
 
 
 class MoE(nn.Module):

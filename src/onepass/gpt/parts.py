@@ -7,6 +7,7 @@ configuration chooses. A weight that no rank divides is beside them.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,6 +202,13 @@ class Residual:
             return self._at_once(h, pending, norm, linear)
         normed, h = self.normed(h, pending, norm)
         return linear(normed, lora=lora_of(linear)), h
+
+    def again(self, h: Tensor, norm: Norm, linear: ColumnParallelLinear) -> Callable[[], Tensor] | None:
+        """Return what makes `take`'s result again of the new h, or None where it is kept."""
+        if self.config.recompute_granularity != "selective":
+            return None
+        h = h.detach()
+        return lambda: self.take(h, None, norm, linear)[0][0]
 
     def _at_once(
         self, h: Tensor, pending: Tensor | None, norm: Norm, linear: ColumnParallelLinear

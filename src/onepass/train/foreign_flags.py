@@ -19,6 +19,8 @@ MEGATRON = {
     "--enable-cuda-graph, --cuda-graph-impl": "--cuda-graphs",
     "--transformer-impl, --use-mcore-models": "nothing; each fusion has a flag",
     "--use-flash-attn, --attention-backend": "nothing; attention is fused by default",
+    "--recompute-activations": "--recompute-granularity selective",
+    "--recompute-modules": "nothing; selective has the products before attention and activation",
     "--overlap-grad-reduce": "nothing; gradients are reduced under backward",
     "--exit-interval, --exit-duration-in-mins": "nothing; SIGTERM and Ctrl-C end a run, with a checkpoint",
 }
@@ -43,7 +45,7 @@ OTHERS = {  # Hugging Face's Trainer, nanoGPT and other trainers
     "--block-size, --context-length, --max-length, --max-seq-length": "--seq-length, up to --max-position-embeddings",
     "--dropout": "--hidden-dropout, --attention-dropout",
     "--dtype, --precision, --mixed-precision": "--params-dtype; for eight bits --fp8-format",
-    "--gradient-checkpointing": "--recompute-granularity full",
+    "--gradient-checkpointing, --recompute": "--recompute-granularity selective or full",
     "--packing": "--pack",
     "--dataset, --dataset-name, --train-file": "--data",
     "--output-dir, --out-dir": "--run-dir",

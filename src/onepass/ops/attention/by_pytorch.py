@@ -60,7 +60,7 @@ def _rotate(
         qkv, overwrite = qkv.contiguous(), True
     q, k, v = parts_of(qkv, options.heads, options.groups)
     into = (q, k) if overwrite else (q.new_empty(q.shape), k.new_empty(k.shape))
-    _rotate_into(into, q, k, cos, sin, options.interleaved, False, by_kernel)
+    rotate_into(into, q, k, cos, sin, options.interleaved, False, by_kernel)
     if overwrite:
         mark_overwritten(qkv)
     return *into, v
@@ -90,7 +90,7 @@ def _rotate_back(
         group_parts(dqkv, options)[2].copy_(dv)
         return dqkv
     into_q, into_k, into_v = parts_of(dqkv, options.heads, options.groups)
-    _rotate_into((into_q, into_k), dq, dk, cos, sin, options.interleaved, True, by_kernel)
+    rotate_into((into_q, into_k), dq, dk, cos, sin, options.interleaved, True, by_kernel)
     into_v.copy_(dv)
     return dqkv
 
@@ -99,7 +99,7 @@ def _empty_qkv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, option
     return empty_tokens(q, options, (options.heads + 2 * options.groups) * q.shape[-1])
 
 
-def _rotate_into(
+def rotate_into(
     into: tuple[Tensor, Tensor], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, by_kernel: bool
 ) -> None:
     if by_kernel:
@@ -107,6 +107,15 @@ def _rotate_into(
         return
     for x, out in zip((q, k), into, strict=True):
         rope_blocks(x, cos, sin, interleaved, back, out)
+
+
+def rotate_again(
+    qkv: Tensor, heads: int, groups: int, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, interleaved: bool, by_kernel: bool
+) -> None:  # fmt: skip
+    """Rotate q and k in qkv's memory, to the bits that `attention` with `overwrite` leaves there."""
+    cos, sin = tables_of_documents(cos, sin, cu_seqlens, qkv.shape[1])
+    q, k, _ = parts_of(qkv, heads, groups)
+    rotate_into((q, k), q, k, cos, sin, interleaved, False, by_kernel)
 
 
 rotate_op = Registered(
