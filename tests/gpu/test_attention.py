@@ -251,6 +251,23 @@ def test_by_group(D, S, heads, groups, layout, norm):
     assert report, report
 
 
+@pytest.mark.parametrize("norm", (None, True), ids=("", "normed"))
+@pytest.mark.parametrize(("D", "S", "heads", "groups"), ((64, 130, 8, 2), (128, 512, 4, 4), (80, 200, 6, 3), (256, 640, 8, 2)))
+def test_gated(D, S, heads, groups, norm):
+    """By our kernels, and in any order by PyTorch's ops of cuDNN where they are taken."""
+    case = Case(B=2, S=S, heads=heads, groups=groups, D=D, R=D // 8 * 2, norm=norm, gated=True)
+    report = judge_case(module, case)
+    assert report, report
+    qkv, cos, sin, dy = draw(case)
+    expected, *gradients = computed(module, case, qkv, cos, sin, dy)
+    leaf, weights = qkv.detach().requires_grad_(), case.draw_weights()
+    options = case.norm_options | dict(zip(("q_weight", "k_weight"), weights, strict=False))
+    y = onepass.attention(leaf * 1, heads, groups, cos=cos, sin=sin, gated=True, deterministic=False, **options)
+    assert relative(y.detach(), expected) < 1e-2
+    for found, wanted in zip(torch.autograd.grad(y, (leaf, *weights), dy), (gradients[0], *gradients[2:]), strict=True):
+        assert relative(found, wanted) < 1e-2
+
+
 def replayed(case):
     """What was drawn, and what comes of it, of a graph's replay too."""
     drawn = draw(case)
