@@ -5,9 +5,9 @@
 One GPU, bf16, random tokens. Plain is benchmarks/plain_gpt.py, compiled, with AdamW(fused=True): under autocast over fp32
 parameters, gradients and moments, or all in bf16. onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own
 AdamW. All clip, and have the same settings of determinism. "Gradients kept" and "gradients released" are
---no-release-main-grads and --release-main-grads, of which onepass does one by itself; "8-bit inputs" is
---activation-func-fp8-input-store, "fp8" --fp8-format hybrid. "torchao" is the plain model with its products in eight bits by
-torchao, where that is installed.
+--no-release-main-grads and --release-main-grads, of which onepass does one by itself; "selective" and "full" are
+--recompute-granularity; "8-bit inputs" is --activation-func-fp8-input-store, "fp8" --fp8-format hybrid. "torchao" is the plain
+model with its products in eight bits by torchao, where that is installed.
 Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
 6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
 """
@@ -63,6 +63,7 @@ CASES = {
         "1B", 1, 8192,
         {"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8},
     ),
+    "8B": Case("8B", 1, 8192, {}),
     "124M_llama": Case(
         "124M", 16, 1024,
         {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu",
@@ -71,7 +72,8 @@ CASES = {
 }  # fmt: skip
 WAYS = (
     "onepass", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph", "onepass, 8-bit inputs",
-    "onepass, 8-bit inputs, gradients released", "onepass, fp8", "onepass, fp8 tensorwise", "onepass, fp8 rowwise",
+    "onepass, 8-bit inputs, gradients released", "onepass, selective", "onepass, full", "onepass, fp8",
+    "onepass, fp8 tensorwise", "onepass, fp8 rowwise",
     "plain", "plain, bf16 weights", "plain, CUDA graphs", "torchao tensorwise", "torchao rowwise",
 )  # fmt: skip
 
@@ -80,6 +82,8 @@ def trained(case: Case, way: str) -> Trained:
     config, options = case.config(), case.options()
     if "8-bit inputs" in way:
         config = config.replace(activation_func_fp8_input_store=True)
+    if (granularity := way.partition(", ")[2]) in ("selective", "full"):
+        config = config.replace(recompute_granularity=granularity)
     if "fp8" in way:
         config = config.replace(fp8_format="hybrid", fp8_recipe=way.partition("fp8 ")[2] or "delayed")
     if "gradients" in way:

@@ -188,6 +188,7 @@ def test_a_runs_file(capsys, tmp_path):
         (["--no-attention-fusion"], "attention_fusion must be True, but is False: this is not counted"),
         (["--seq", "2048"], "seq_length must be at most max_position_embeddings, 1024, but is 2048"),
         (["--ranks", "3", "--tensor-model-parallel-size", "2"], "--ranks must be a multiple of tensor_model_parallel_size, 2"),
+        (["--step-in-backward", "--global-batch-size", "32"], "step_in_backward must be false with several microbatches, 2,"),
         (["--gpu", "0"], "--gpu must be a GPU's memory in GiB, such as 80, but is 0"),
         (["--preset", "8b"], "--preset must be one of"),
         (["--num-attention-heads", "3"], "hidden_size must be a multiple of num_attention_heads, 3"),

@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(str(error)) from None
     settings, plan, gpu = PlannedRun(config, options, optimizer), MemoryPlan(config, ranks), int(args.gpu * _GIB)
+    if optimizer.step_in_backward and plan.microbatches(options) > 1:
+        raise CommandError(f"step_in_backward must be false with several microbatches, {plan.microbatches(options)}, but is true")
     step = plan.of_step(*settings, gpu)
     print(_title(args, settings, plan), "", *table(step, config.num_layers), "", sep="\n")
     print(*_advice(settings, plan, step, gpu), sep="\n")
