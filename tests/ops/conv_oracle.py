@@ -108,6 +108,7 @@ def real_cases() -> list[Case]:
         replace(real, lead=(2, 3), sizes=(3,), W=8),
         replace(real, lead=(2, 40), sizes=(128, 128, 256), heads=(64, 64, None), dtype=BF16, weight=BF16),
         replace(real, lead=(1, 70), sizes=(512,), heads=(256,), bias=None),
+        replace(real, lead=(1, 60), sizes=(128, 128, 20), heads=(128, 128, None), ends=(11, 33, 60), dtype=BF16),
         replace(real, lead=(1, 70), sizes=(130, 260), heads=(None, 130), ends=(11, 33, 33, 70), dtype=FP16),
         replace(real, lead=(70,), sizes=(300,), layout="sliced", dtype=BF16, scale=1e4),
         replace(real, lead=(70,), sizes=(64,), heads=(32,), scale=1e-15, eps=1e-12),

@@ -8,7 +8,7 @@ import onepass.ops.convolution.causal_conv1d as module
 
 pytest.importorskip("triton")
 from onepass.kernels import column_reduce
-from onepass.ops.convolution import kernels
+from onepass.ops.convolution import kernels, norm_factors
 
 CASES = small_cases()
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the place of a case that catches it
@@ -26,8 +26,9 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "boundaries between sequences are not seen": (kernels, "_position", "tl.maximum(row, 0) % S", "tl.maximum(row, 0)", 1),
     "a turn is whole a row too early": (kernels, "_is_whole", "position >= W - 1", "position >= W - 2", 1),
     "a turn is whole though a sequence ends in it": (kernels, "_is_whole", " & (position + COUNT <= S)", "", 1),
-    "a turn is whole though a document begins in it": (kernels, "_is_whole", "+ (COUNT - 1)) >= COUNT + W - 2", "+ (COUNT - 1)) >= COUNT + W - 3", 10),
-    "a turn is whole by its first row": (kernels, "_is_whole", "row + (COUNT - 1)) >= COUNT + W - 2", "row) >= W - 1", 10),
+    "a turn is whole though a document begins in it": (kernels, "_is_whole", "last_position >= COUNT + W - 2", "last_position >= COUNT + W - 3", 10),
+    "a turn is whole by the turn before": (kernels, "_forward_chunk", "row + 2 * COUNT - 1", "row + COUNT - 1", 10),
+    "the first turn is whole by its first row": (kernels, "_backward_chunk", "first + COUNT - 1, M", "first, M", 10),
     "a row sees the last of another document": (kernels, "_convolve", "position >= j", "position >= j - 1", 1),
     "no row sees the first of its document": (kernels, "_convolve", "position >= j", "position > j", 1),
     "the bias is lost": (kernels, "_convolve", " + bias", "", 0),
@@ -47,16 +48,17 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     # ---- backward ----
     "backward: slope of the sigmoid": (kernels, "_backward_turn", "tl.fma(s, 1.0 - gate, gate)", "gate", 0),
     "backward: slope without the gate": (kernels, "_backward_turn", "tl.fma(s, 1.0 - gate, gate)", "tl.fma(s, 1.0 - gate, 1.0)", 0),
-    "backward: the norm's projection is lost": (kernels, "_backward_turn", "tl.fma(s, -(tl.sum", "tl.fma(s, -0.0 * (tl.sum", 6),
-    "backward: the projection scaled once": (kernels, "_backward_turn", "* r * r)", "* r)", 6),
-    "backward: no scale of the norm": (kernels, "_backward_turn", "g) * r[:, None]", "g)", 6),
-    "backward: no eps": (kernels, "_backward_turn", " + eps", "", 6),
-    "backward: rows of the next chunk are counted too": (kernels, "_backward_turn", "tl.where(row + u < last, c, 0.0) if MASKED else c", "c", 0),
-    "backward: dweight of the row itself": (kernels, "_backward_turn", "tl.fma(own, taps[j], sums[j])", "tl.fma(own, taps[0], sums[j])", 0),
-    "backward: dweight in bf16": (kernels, "_backward_turn", "tl.fma(own, taps[j], sums[j])", "tl.fma(own, taps[j], sums[j]).to(tl.bfloat16).to(tl.float32)", 0),
-    "backward: dx from the next document": (kernels, "_backward_turn", "positions[u + j] >= j", "positions[u + j] >= j - 1", 10),
-    "backward: dx asks of another row": (kernels, "_backward_turn", "positions[u + j] >= j", "positions[u] >= j", 1),
+    "backward: the norm's projection is lost": (norm_factors, "norm_factors", "-(tl.sum", "-0.0 * (tl.sum", 6),
+    "backward: the projection scaled once": (norm_factors, "norm_factors", "* r * r)", "* r)", 6),
+    "backward: no scale of the norm": (kernels, "_backward_turn", "g) * inverses[v]", "g)", 6),
+    "backward: no eps": (norm_factors, "norm_factors", ", 1) + eps", ", 1)", 6),
+    "backward: rows of the next chunk are counted too": (kernels, "_backward_turn", "tl.where(row + start + v < last, c, 0.0) if MASKED else c", "c", 0),
+    "backward: dweight of the row itself": (kernels, "_backward_turn", "tl.fma(own, all_taps[v][j], sums[j])", "tl.fma(own, all_taps[v][0], sums[j])", 0),
+    "backward: dweight in bf16": (kernels, "_backward_turn", "tl.fma(own, all_taps[v][j], sums[j])", "tl.fma(own, all_taps[v][j], sums[j]).to(tl.bfloat16).to(tl.float32)", 0),
+    "backward: dx from the next document": (kernels, "_backward_turn", "positions[start + v + j] >= j", "positions[start + v + j] >= j - 1", 10),
+    "backward: dx asks of another row": (kernels, "_backward_turn", "positions[start + v + j] >= j", "positions[start + v] >= j", 1),
     "backward: dx of the first weight": (kernels, "_backward_turn", "tl.fma(weights[j], c, dx)", "tl.fma(weights[0], c, dx)", 0),
+    "backward: dx as wide as pieces": (kernels, "_backward_turn", "(start + v) * DX_ROW", "(start + v) * (DX_ROW + 1)", 0),
     "backward: dx before the chunk": (kernels, "_backward_turn", "inside & (out >= first)", "inside", 0),
     "backward: gradients are handed on a row late": (kernels, "_backward_turn", "(grads[COUNT + j],)", "(grads[COUNT + j - 1],)", 0),
     "backward: the last rows have no dx": (kernels, "_backward_chunk", "last + (W - 1 if DX else 0)", "last", 0),

@@ -187,11 +187,6 @@ ALLOWED_SPILLS = {
     ("kernels.low_rank expand", "adapters of rank 48, 6144 wide, by documents", 80): 2,
     ("kernels.low_rank shrink", "experts 32 of 2880 at 4096x2880 top 4 gpt-oss", 80): 4,
     ("ragged.kernels lanes_forward", "ragged layer_norm odd lanes", 80): 2,
-    (
-        "convolution.kernels conv_backward",
-        "causal_conv1d 16384x4096 W=8 documents, bias split=(2048, 2048) l2_norm=(128, None)",
-        100,
-    ): 4,
 }
 # Of attention's kernels, by a word of the call, on sm_80, sm_90 and sm_100. Each of these options is one more loop, or a mask in
 # a loop that fills the registers. On sm_90 what spills less took longer (0014); the others are not measured.

@@ -6,8 +6,8 @@ With x_t row t, p = bias + sum_j w_j x_{t-j}, s = silu(p), and h = s / |s| of ea
     dx_t = sum_j w_j c_{t+j},  dw_j = sum_t c_t x_{t-j},  dbias = sum_t c_t
 Rows of all sequences follow each other, and chunks are cut anywhere: a sequence begins as a document does.
 A turn takes some rows at once and hands the last W - 1 of x on in registers, and in backward of c: each row is loaded once.
-A turn's rows are loaded before the turn before them is computed. Backward makes dx of a row when it has c of the W - 1 rows after
-it; those of the next chunk it computes again.
+A turn's rows, and its last row's position, are loaded before the turn before them is computed. Backward makes dx of a row when it
+has c of the W - 1 rows after it; those of the next chunk it computes again.
 
 `since` has each row's position in its document, -1 where the boundaries are wrong, which makes NaN. A turn is whole where no
 document begins in it or W - 2 rows before: its last row tells. Whole turns take no masks. The rows of others, and those past a
@@ -16,7 +16,7 @@ in a document of its own.
 
 The kernels are bound by instructions as much as by bytes (note 0034): a turn's branch costs less than masks on every row.
 """
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from onepass.kernels.column_reduce import helper_count, join_helpers, leave_help
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.layout import as_rows
-from onepass.kernels.rows import inside_row, load_vector
+from onepass.kernels.rows import inside_row, load_vector, widen
 from onepass.kernels.scratch import new_scratch, stream_scratch
 from onepass.kernels.sigmoid import LOG2_E, sigmoid
+from onepass.ops.convolution.norm_factors import norm_factors
 from onepass.ops.convolution.tiles import ConvOptions, ConvTiles, backward_tiles, chunk_rows, forward_tiles
 from onepass.runtime.sizes import ceil_div
 
@@ -100,10 +101,22 @@ def _position(since_ptr, row, M, S):
 
 
 @device_function
-def _is_whole(since_ptr, position, row, S, COUNT: tl.constexpr, W: tl.constexpr):
-    """Whether no document begins in COUNT rows from `row` on, or W - 2 rows before. `position`: of that row in its sequence."""
+def _position_ahead(since_ptr, row, M):
+    """Return a row's position in its document, a turn before it is asked for. Where there are only sequences nobody asks."""
     if since_ptr is not None:
-        return tl.load(since_ptr + row + (COUNT - 1)) >= COUNT + W - 2
+        return tl.load(since_ptr + tl.minimum(row, M - 1))
+    else:
+        return 0
+
+
+@device_function
+def _is_whole(since_ptr, last_position, position, S, COUNT: tl.constexpr, W: tl.constexpr):
+    """Whether no document begins in a turn's COUNT rows, or W - 2 rows before.
+
+    `last_position`: of the turn's last row in its document; `position`: of its first in its sequence.
+    """
+    if since_ptr is not None:
+        return last_position >= COUNT + W - 2
     else:
         return (position >= W - 1) & (position + COUNT <= S)
 
@@ -137,11 +150,11 @@ def _rows_before(x_ptr, row, inside, ROW: tl.constexpr, W: tl.constexpr):
 @device_function
 def _convolve(rows, weights, bias, position, AT: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr):
     """Return p of rows[AT], and its own and the rows before it in fp32, zeros outside of its document."""
-    x = rows[AT].to(tl.float32)
+    x = widen(rows[AT])
     taps = (x,)
     p = weights[0] * x + bias
     for j in tl.static_range(1, W):
-        x = rows[AT - j].to(tl.float32)
+        x = widen(rows[AT - j])
         if MASKED:
             x = tl.where(position >= j, x, 0.0)
         taps += (x,)
@@ -187,12 +200,12 @@ def _forward_chunk(pointers, weights, bias, bounds, inside, eps, SHAPE, COUNT: t
     rows = _rows_before(x_ptr, first, inside, ROW, W)
     position = first % S
     ahead = _load_rows(x_ptr, ROW, first, last, inside, COUNT)
+    last_position = _position_ahead(since_ptr, first + COUNT - 1, M)
     for row in tl.range(first, last, COUNT, num_stages=1):
         now = ahead
         ahead = _load_rows(x_ptr, ROW, row + COUNT, last, inside, COUNT)
-        whole = row + COUNT <= last
-        if whole:
-            whole = _is_whole(since_ptr, position, row, S, COUNT, W)
+        whole = (row + COUNT <= last) & _is_whole(since_ptr, last_position, position, S, COUNT, W)
+        last_position = _position_ahead(since_ptr, row + 2 * COUNT - 1, M)
         if whole:
             at = (row, first, last, M, S, SIZE)
             rows = _forward_turn(pointers, rows + now, weights, bias, at, inside, eps, SHAPE, COUNT, False)
@@ -245,6 +258,8 @@ def _backward_turn(pointers, taken, weights, bias, bounds, inside, eps, SHAPE, C
     rows += xs
     row, first, last, M, S, _ = bounds
     DX_ROW: tl.constexpr = SHAPE[8]
+    IN_WARP: tl.constexpr = SHAPE[9]
+    TOGETHER: tl.constexpr = 2 if IN_WARP and COUNT % 2 == 0 else 1
     W: tl.constexpr = SHAPE[2]
     SILU: tl.constexpr = SHAPE[3]
     NORMED: tl.constexpr = SHAPE[4]
@@ -256,38 +271,47 @@ def _backward_turn(pointers, taken, weights, bias, bounds, inside, eps, SHAPE, C
     positions = ()
     for i in tl.static_range(COUNT + W - 1):
         positions += (_position(since_ptr, row - (W - 1) + i, M, S) if MASKED else 0,)
-    for u in tl.static_range(COUNT):
-        g = dys[u].to(tl.float32)
-        s, taps = _convolve(rows, weights, bias, positions[W - 1 + u], W - 1 + u, W, MASKED)
-        slope = 1.0
-        if SILU:
-            gate, _ = sigmoid(-LOG2_E * s)
-            s = s * gate
-            slope = tl.fma(s, 1.0 - gate, gate)
+    for start in tl.static_range(0, COUNT, TOGETHER):
+        ss, gs, slopes, all_taps = (), (), (), ()
+        for v in tl.static_range(TOGETHER):
+            s, taps = _convolve(rows, weights, bias, positions[W - 1 + start + v], W - 1 + start + v, W, MASKED)
+            slope = 1.0
+            if SILU:
+                gate, _ = sigmoid(-LOG2_E * s)
+                s = s * gate
+                slope = tl.fma(s, 1.0 - gate, gate)
+            ss += (s,)
+            gs += (widen(dys[start + v]),)
+            slopes += (slope,)
+            all_taps += (taps,)
         if NORMED:
-            r = tl.rsqrt(tl.sum(s * s, 1) + eps)
-            g = tl.fma(s, -(tl.sum(g * s, 1) * r * r)[:, None], g) * r[:, None]
-        c = g * slope if SILU else g
-        if MASKED:  # rows past the end have no gradient, whatever is made of zeros and the rows before them
-            c = tl.where(row + u < M, tl.where(positions[W - 1 + u] < 0, float("nan"), c), 0.0)
-        grads += (c,)
-        own = tl.where(row + u < last, c, 0.0) if MASKED else c
-        if DB:
-            dbias += own
-        if DW:
-            more = ()
-            for j in tl.static_range(W):
-                more += (tl.fma(own, taps[j], sums[j]),)
-            sums = more
-        if DX:
-            dx = weights[0] * grads[u]
-            for j in tl.static_range(1, W):
-                c = grads[u + j]
-                if MASKED:
-                    c = tl.where(positions[u + j] >= j, c, 0.0)
-                dx = tl.fma(weights[j], c, dx)
-            out = row - (W - 1) + u
-            tl.store(dx_ptr + u * DX_ROW, dx, mask=inside & (out >= first))  # the rows before are another chunk's
+            inverses, factors = norm_factors(ss, gs, eps, TOGETHER, IN_WARP)
+        for v in tl.static_range(TOGETHER):
+            g = gs[v]
+            if NORMED:
+                g = tl.fma(ss[v], factors[v], g) * inverses[v]
+            c = g * slopes[v] if SILU else g
+            if MASKED:  # rows past the end have no gradient, whatever is made of zeros and the rows before them
+                c = tl.where(row + start + v < M, tl.where(positions[W - 1 + start + v] < 0, float("nan"), c), 0.0)
+            grads += (c,)
+            own = tl.where(row + start + v < last, c, 0.0) if MASKED else c
+            if DB:
+                dbias += own
+            if DW:
+                more = ()
+                for j in tl.static_range(W):
+                    more += (tl.fma(own, all_taps[v][j], sums[j]),)
+                sums = more
+            if DX:
+                dx = weights[0] * grads[start + v]
+                for j in tl.static_range(1, W):
+                    c = grads[start + v + j]
+                    if MASKED:
+                        c = tl.where(positions[start + v + j] >= j, c, 0.0)
+                    dx = tl.fma(weights[j], c, dx)
+                out = row - (W - 1) + start + v
+                # the rows before are another chunk's
+                tl.store(dx_ptr + (start + v) * DX_ROW, dx, mask=inside & (out >= first))
     left, grads_left = (), ()
     for j in tl.static_range(W - 1):
         left += (rows[COUNT + j],)
@@ -320,12 +344,12 @@ def _backward_chunk(pointers, weights, bias, bounds, columns, inside, eps, SHAPE
     end = last + (W - 1 if DX else 0)
     position = first % S
     ahead = _load_both(x_ptr, dy_ptr, ROW, SIZE, first, M, inside, COUNT)
+    last_position = _position_ahead(since_ptr, first + COUNT - 1, M)
     for row in tl.range(first, end, COUNT, num_stages=1):
         now = ahead
         ahead = _load_both(x_ptr, dy_ptr, ROW, SIZE, row + COUNT, M, inside, COUNT)
-        whole = row + COUNT <= last
-        if whole:
-            whole = _is_whole(since_ptr, position, row, S, COUNT, W)
+        whole = (row + COUNT <= last) & _is_whole(since_ptr, last_position, position, S, COUNT, W)
+        last_position = _position_ahead(since_ptr, row + 2 * COUNT - 1, M)
         if whole:
             at = (row, first, last, M, S, SIZE)
             carried = _backward_turn(pointers, (carried, now), weights, bias, at, inside, eps, SHAPE, COUNT, False)
@@ -351,7 +375,8 @@ def _conv_backward_kernel(
     M, ROWS, S,  # all rows, those of a chunk, those of a sequence
     eps, ROW: tl.constexpr, DX_ROW: tl.constexpr, W: tl.constexpr, SIZE0: tl.constexpr, SIZE1: tl.constexpr, SIZE2: tl.constexpr,
     NORMED: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, TILES: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, COUNT: tl.constexpr, SHARE_S: tl.constexpr, SHARE_H: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, IN_WARP: tl.constexpr, COUNT: tl.constexpr, SHARE_S: tl.constexpr,
+    SHARE_H: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = SIZE0 + SIZE1 + SIZE2
     DX: tl.constexpr = dx_ptr is not None
@@ -374,11 +399,11 @@ def _conv_backward_kernel(
     pointers, bounds = (x_ptr, since_ptr, dy_ptr, dx, sums), (first, last, M, S, size)
     if (bit & NORMED) != 0:
         _backward_chunk(
-            pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, True, DX, DW, DB, DX_ROW), COUNT
+            pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, True, DX, DW, DB, DX_ROW, IN_WARP), COUNT
         )  # fmt: skip
     else:
         _backward_chunk(
-            pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, False, DX, DW, DB, DX_ROW), COUNT
+            pointers, weights, bias, bounds, columns, inside, eps, (ROW, C, W, SILU, False, DX, DW, DB, DX_ROW, False), COUNT
         )  # fmt: skip
     if WIDTH:
         programs, helpers = tl.num_programs(0), helper_count()
@@ -413,7 +438,8 @@ def _backward_plan(row: int, dx_row: int, W: int, size: int, options: ConvOption
     tiles = backward_tiles(options, W, size)
     bound: Bound = _conv_backward_kernel.bind(
         eps, row, dx_row, W, *sizes, normed, silu, add, tiles.tiles, tiles.heads, tiles.head, tiles.block,
-        tiles.are_whole(options), tiles.rows, 32, 32, num_warps=tiles.num_warps, resident=tiles.resident, fused=False,
+        tiles.are_whole(options), tiles.is_in_warp, tiles.rows, 32, 32, num_warps=tiles.num_warps, resident=tiles.resident,
+        fused=False,
     )  # fmt: skip
     return tiles, bound
 

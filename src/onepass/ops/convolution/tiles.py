@@ -45,6 +45,11 @@ class ConvTiles(NamedTuple):
     def block(self) -> int:
         return power_of_two(self.head)
 
+    @property
+    def is_in_warp(self) -> bool:
+        """Whether a tile is one head of 128 columns in a warp."""
+        return self.heads == self.num_warps == 1 and self.head == 128
+
     def are_whole(self, options: ConvOptions) -> bool:
         """Whether no tile has columns that a piece has not."""
         return self.block == self.head and not any(size % (self.heads * self.head) for size in options.sizes)
