@@ -166,9 +166,15 @@ def test_only_the_tensor_is_let_go_of_and_made_once():
     assert same(grads, wanted)
 
 
-def test_without_gradients_there_is_nothing_to_do():
-    with torch.no_grad(), recomputed(torch.ones(2), lambda: pytest.fail("made")):
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+@pytest.mark.parametrize("granularity", (None, "selective"))
+def test_inference_and_compilers_make_nothing_again(granularity):
+    network, (tokens, labels) = Model(configured("fp32", granularity), seed=3), drawn()
+    with torch.inference_mode():
+        wanted = network(tokens, labels)
+    compiled = torch.compile(network, backend="aot_eager")
+    loss = compiled(tokens, labels)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), wanted.clone())
 
 
 MUTANTS = {

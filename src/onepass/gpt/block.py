@@ -106,7 +106,8 @@ class SelfAttention(nn.Module):
             cos, sin = (None if table is None else table.reshape(1, -1, table.shape[-1]) for table in (cos, sin))
         reason = unsupported(rows, *self.heads, boundaries)
         backend = None if reason is None else "torch"  # even where "triton" is selected globally
-        shape, before, (heads, groups) = rows.shape, rows._version, self.heads
+        shape, (heads, groups) = rows.shape, self.heads
+        before = None if again is None else rows._version
 
         def rows_again() -> Tensor:
             made = again().view(shape)  # type: ignore[misc]  # called where it is there
@@ -129,7 +130,7 @@ class SelfAttention(nn.Module):
                 deterministic=False,
                 backend=backend,
             )
-        overwritten = rows._version != before
+        overwritten = before is not None and rows._version != before
         return y
 
     def _by_pytorch(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from onepass.distributed.collectives import copy_to_group, gather_sequence, reduce_scatter_sequence, sum_over_group
 from onepass.gpt.config import Config
-from onepass.gpt.parts import Initializer, WholeWeight, plain_activation
+from onepass.gpt.parts import Initializer, WholeWeight, makes_products_again, plain_activation
 from onepass.nn.fp8_state import GroupedLayer
 from onepass.nn.sharding import DividedParameters, Division
 from onepass.ops.activation.grouped import activation_grouped_linear
@@ -71,7 +71,7 @@ class ParallelExperts(DividedParameters, GroupedLayer):
         weight, precision = self.given(self.weight2), self.precision
         h = self._up(x, routes)
         again = partial(self._up, x.detach(), routes._replace(weights=routes.weights.detach()))
-        with recomputed(h, again) if c.recompute_granularity == "selective" else nullcontext():
+        with recomputed(h, again) if makes_products_again(c) else nullcontext():
             if c.bias_activation_fusion:
                 options: dict[str, Any] = {"clamp": c.activation_func_clamp_value, "linear_offset": c.glu_linear_offset}
                 options |= {"token_weight": routes.weights, "save": c.activation_save, "precision": precision}

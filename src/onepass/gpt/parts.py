@@ -205,7 +205,7 @@ class Residual:
 
     def again(self, h: Tensor, norm: Norm, linear: ColumnParallelLinear) -> Callable[[], Tensor] | None:
         """Return what makes `take`'s result again of the new h, or None where it is kept."""
-        if self.config.recompute_granularity != "selective":
+        if not makes_products_again(self.config):
             return None
         h = h.detach()
         return lambda: self.take(h, None, norm, linear)[0][0]
@@ -244,6 +244,11 @@ class Residual:
         if self.config.bias_dropout_fusion:
             return dropout_add(y, h, p, bias=bias, training=training, **self.spread), None
         return h + F.dropout(y if bias is None else y + bias, p, training), None
+
+
+def makes_products_again(config: Config) -> bool:
+    """Whether backward is to make products again (`onepass.runtime.recomputed`). A compiler chooses by itself what it keeps."""
+    return config.recompute_granularity == "selective" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def settled(h: Tensor, pending: Tensor | None) -> Tensor:

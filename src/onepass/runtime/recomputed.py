@@ -67,7 +67,5 @@ def recomputed(tensor: Tensor, make: Callable[[], Tensor]) -> AbstractContextMan
         tensor: what an op has made, in memory of its own. Ops in the block may have written to it: then `make` does, too.
         make: makes a tensor of the same layout. It must not hold `tensor`, or what it is a view of. It runs without gradients.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler chooses what it keeps
-        return nullcontext()
     hooks = _Recomputed(tensor, make)
     return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
