@@ -10,12 +10,12 @@ MainGrads has them. Milliseconds, medians over the rounds; peak MiB above what w
     masters            MasterWeights over torch.optim.AdamW(fused=True), and zero_()
     masters, clipped   the same with clip_(1) before
     apex               the same with Apex's FusedAdam, where it is installed
-    .grad: onepass     ShardedAdamW, moments in the weights' type; and with masters and fp32 moments; clipped by step(max_norm=1)
+    .grad: onepass     ShardedAdamW, moments in the weights' type; with masters, and moments in fp32 or 8 bits; clipped in step
     .grad: torch       torch.optim.AdamW(fused=True); clipped by clip_grad_norm_
 
 "of copy" is the bandwidth that the step's bytes make of the time, as a part of what a copy reaches in the same run. The bytes are
-32 a parameter (34 of fp16; 4 more where clipped), and of .grad 14 in bf16 (with masters 26; 2 more where clipped), 28 in fp32 (4
-more). The bar is .85. --small is a size for a CPU, by the clock on the wall.
+32 a parameter (34 of fp16; 4 more where clipped). Of .grad they are 14 in bf16 (with masters 26, and 14 in 8 bits; 2 more where
+clipped), 28 in fp32 (4 more). The bar is .85. --small is a size for a CPU, by the clock on the wall.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ class Bench:
             ".grad: torch": (_torchs, floor),
         }
         if self.dtype is torch.bfloat16:
-            over_grad[".grad: onepass, masters"] = partial(ShardedAdamW, lr=1e-4, masters=True, moments="fp32"), 26
+            kept = partial(ShardedAdamW, lr=1e-4, masters=True)
+            over_grad[".grad: onepass, masters"] = partial(kept, moments="fp32"), 26
+            over_grad[".grad: onepass, masters, 8 bits"] = partial(kept, moments="8bit"), 14
         for name, (made, bytes_moved) in over_grad.items():
             for clip in (None, CLIP):
                 yield self.of_grads(name, made, bytes_moved, clip)

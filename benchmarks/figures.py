@@ -809,9 +809,7 @@ def all_figures(folder=RESULTS):
         LOSSES: losses_table(scripts / "gpt_losses.json"),
         PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
-        HYBRIDS: "\n\n".join(
-            huggingface_table(path, but=None) for each in every for path in sorted(each.glob("hybrids_*.json"))
-        ),
+        HYBRIDS: "\n\n".join(huggingface_table(path, but=None) for each in every for path in sorted(each.glob("hybrids_*.json"))),
         FP8: fp8_tables(folder.parent),
         LORA: "\n\n".join(
             huggingface_table(each / name, but=None)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from gpu.calls import captured, deterministic_algorithms, memory_goes_back, needs_60_gib, nobody_waits, taken
-from parallel import histories, test_sharded_adamw
+from parallel import histories, test_eight_bits, test_sharded_adamw
 from parallel.adamw_oracle import BF16, CASES, FP16, FP32, SHAPES, Case, fed, gradients_of, judge, kept, named, parameters_of
 from torch import nn
 
 import onepass
 from onepass.gradients import adamw as module
-from onepass.parallel import AdamW, MasterWeights
+from onepass.parallel import AdamW, MasterWeights, ShardedAdamW
 
 __all__ = ["memory_goes_back"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -43,6 +43,14 @@ def test_steps_over_grad_are_the_formulas(kind, clip):
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_over_grad_it_goes_on_as_torchs_and_its_state_is_torchs(kind):
     test_sharded_adamw.test_it_goes_on_as_torchs_and_its_state_is_torchs(kind, "triton")
+
+
+def test_steps_by_moments_in_eight_bits_are_the_formulas():
+    assert not test_eight_bits.wrong_step(test_eight_bits.made)
+    assert test_eight_bits.drift(ShardedAdamW) < 0.1
+    test_eight_bits.test_a_state_goes_on_bit_for_bit("triton")
+    for poison in (torch.nan, torch.inf, 1e30):
+        test_eight_bits.test_poison_stays_where_it_is(poison, "triton")
 
 
 def test_pytorchs_operators_are_as_the_kernels():

@@ -51,7 +51,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "a value left out": (kernels, "_adamw_kernel", "at < size", "at < size - 1", "triton"),
     "a value too many": (kernels, "_adamw_kernel", "at < size", "at <= size", "triton"),
     "even whatever the sizes": (kernels, "_is_even", "return not stretch.weight.numel() % _MULTIPLE and", "return", "triton"),
-    "the state at the gradient's place": (kernels, "_adamw_kernel", "state_at + ", "", "triton"),
+    "the state at the gradient's place": (kernels, "_adamw_kernel", "state = state_at + at", "state = at", "triton"),
     "the gradient is left": (kernels, "step_batch", "split, zero", "split, False", "triton"),
     "the gradient is cleared": (kernels, "step_batch", "split, zero", "split, True", "triton"),
     # ---- options and buffers ----

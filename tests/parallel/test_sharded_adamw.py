@@ -172,7 +172,7 @@ def test_nan_and_inf_stay_where_they_are():
 
 def test_what_it_does_not_take():
     weight = nn.Parameter(torch.ones(4))
-    with pytest.raises(ValueError, match="moments must be fp32, bf16 or None, but is 'int4'"):
+    with pytest.raises(ValueError, match="moments must be fp32, bf16, 8bit or None, but is 'int4'"):
         ShardedAdamW([weight], moments="int4")
     with pytest.raises(TypeError, match=r"parameters must be fp32 or bf16, but one is torch.float16"):
         ShardedAdamW([nn.Parameter(torch.ones(4, dtype=FP16))])

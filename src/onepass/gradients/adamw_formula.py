@@ -21,14 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.gradients.eight_bits import BLOCK, decode, decode_sq, draws_of, encode, encode_sq
 from onepass.gradients.written_weights import follow_weight
+from onepass.runtime.sizes import ceil_div
 
 _A_THREADS = 1 << 16  # values of a block for each thread: intermediates stay in the cache
 
 
 class AdamWSlice(NamedTuple):
-    """A stretch of a parameter, its gradient and its state. Each tensor is one-dimensional and contiguous. Gradients and moments
-    are of fp32 or bf16."""
+    """A stretch of a parameter, its gradient and its state. Each tensor is one-dimensional and contiguous. Gradients are of fp32
+    or bf16, moments too, or they are codes of 8 bits with a scale for each `eight_bits.BLOCK`."""
 
     weight: Tensor
     grad: Tensor
@@ -36,10 +38,37 @@ class AdamWSlice(NamedTuple):
     exp_avg_sq: Tensor
     rest: Tensor | None  # int16: the low bits of a bf16 weight's master. fp32: an fp16 weight's master. None: it has no master
     row: int  # the parameter's place in its stepper's count of steps
+    scale: Tensor | None = None  # of moments in 8 bits
+    scale_sq: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self[:5], self.scale, self.scale_sq
 
     def part(self, start: int, stop: int) -> AdamWSlice:
-        weight, grad, exp_avg, exp_avg_sq = (each[start:stop] for each in self[:4])
-        return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, None if self.rest is None else self.rest[start:stop], self.row)
+        weight, grad, exp_avg, exp_avg_sq, rest = (None if each is None else each[start:stop] for each in self[:5])
+        blocks = slice(start // BLOCK, ceil_div(stop, BLOCK))
+        scales = (None if each is None else each[blocks] for each in (self.scale, self.scale_sq))
+        return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, rest, self.row, *scales)  # type: ignore[arg-type]
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Return both in fp32: copies of what is stored in fewer bits."""
+        if self.scale is None or self.scale_sq is None:
+            return self.exp_avg.float(), self.exp_avg_sq.float()
+        return decode(self.exp_avg, self.scale), decode_sq(self.exp_avg_sq, self.scale_sq)
+
+    def put_moments(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor | None = None) -> None:
+        """Store fp32 numbers. step: of AdamW, by which codes are drawn; None rounds to nearest."""
+        if self.scale is None or self.scale_sq is None:
+            _put(self.exp_avg, exp_avg)
+            _put(self.exp_avg_sq, exp_avg_sq)
+            return
+        draws = None
+        if step is not None:
+            first = int(self.exp_avg_sq.storage_offset())
+            draws = draws_of(torch.arange(first, first + exp_avg.numel(), device=exp_avg.device), step)
+        encode(exp_avg, self.exp_avg, self.scale)
+        encode_sq(exp_avg_sq, self.exp_avg_sq, self.scale_sq, draws)
 
     @property
     def split(self) -> bool:
@@ -133,10 +162,9 @@ def step_formula(stretches: Iterable[AdamWSlice], steps: Sequence[Tensor], facto
         size = block.weight.numel()
         grad = block.grad.float() if factor is None else grads[:size].copy_(block.grad).mul_(factor)
         master = joined_master(block.weight, block.rest, bits[:size]) if block.split else master_of(block).float()  # type: ignore[arg-type]
-        exp_avg, exp_avg_sq = block.exp_avg.float(), block.exp_avg_sq.float()
+        exp_avg, exp_avg_sq = block.moments()
         _fused([AdamWSlice(master, grad, exp_avg, exp_avg_sq, None, block.row)], steps, options)
-        _put(block.exp_avg, exp_avg)
-        _put(block.exp_avg_sq, exp_avg_sq)
+        block.put_moments(exp_avg, exp_avg_sq, steps[block.row])
         if block.split:
             _split_(block.weight, block.rest, master)  # type: ignore[arg-type]
         else:
@@ -144,11 +172,11 @@ def step_formula(stretches: Iterable[AdamWSlice], steps: Sequence[Tensor], facto
 
 
 def _put(kept: Tensor, made: Tensor) -> None:
-    if kept.dtype is not made.dtype:  # else it is the same tensor
+    if kept is not made:
         kept.copy_(made)
 
 
 def _fused(stretches: list[AdamWSlice], steps: Sequence[Tensor], options: dict[str, Any]) -> None:
-    weights, grads, exp_avgs, exp_avg_sqs, _, rows = map(list, zip(*stretches, strict=True))
+    weights, grads, exp_avgs, exp_avg_sqs, _, rows, *_ = map(list, zip(*stretches, strict=True))
     counts = [steps[row] for row in rows]
     torch._fused_adamw_(weights, grads, exp_avgs, exp_avg_sqs, [], counts, amsgrad=False, maximize=False, **options)

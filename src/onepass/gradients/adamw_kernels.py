@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice
+from onepass.gradients.eight_bit_kernels import decode, decode_sq, encode, encode_sq
+from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.releasable_storage import storage_id
 from onepass.kernels import layout
 from onepass.kernels.language import device_function, tl
@@ -69,6 +71,7 @@ def _scalars_kernel(
     tl.store(row + 8, (lr / _correction(beta1, step)).to(tl.float32), mask=inside)
     tl.store(row + 9, (1.0 / tl.sqrt(_correction(beta2, step))).to(tl.float32), mask=inside)
     tl.store(row + 10, eps.to(tl.float32), mask=inside)
+    tl.store(row + 11, step, mask=inside)
 
 
 @device_function
@@ -85,11 +88,12 @@ def _correction(beta, step):
 
 @kernel
 def _adamw_kernel(
-    weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, rest_ptr, chunks_ptr, scalars_ptr,
+    weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, rest_ptr, scale_ptr, scale_sq_ptr, chunks_ptr, scalars_ptr,
     PLACES: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, SPLIT: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Step a chunk. EXACT: to the last bits of fp32. Moments of 16 bits take half as many instructions, which bind there."""
+    """Step a chunk. EXACT: to the last bits of fp32. Moments of 16 bits take half as many instructions, which bind there. SCALED:
+    how many numbers have a scale, of moments in 8 bits, which `gradients/eight_bits.py` defines."""
     chunk = chunks_ptr + tl.program_id(0).to(tl.int64) * PLACES
     weight_ptr += aligned(tl.load(chunk), ALIGN)
     grad_ptr += aligned(tl.load(chunk + 1), ALIGN)
@@ -101,12 +105,21 @@ def _adamw_kernel(
     beta2, beta2_low, weight2 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     step_size, correction, eps = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10)
     for start in range(0, size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+        if SCALED:
+            at = start + tl.arange(0, BLOCK // SCALED)[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+            scale_at = (state_at + start) // SCALED + tl.arange(0, BLOCK // SCALED)
+            scaled = start + tl.arange(0, BLOCK // SCALED) * SCALED < size
+        else:
+            at = start + tl.arange(0, BLOCK)
         inside = at < size
         state = state_at + at
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
-        exp_avg = tl.load(exp_avg_ptr + state, mask=inside, other=0.0).to(tl.float32)
-        exp_avg_sq = tl.load(exp_avg_sq_ptr + state, mask=inside, other=0.0).to(tl.float32)
+        exp_avg = tl.load(exp_avg_ptr + state, mask=inside, other=0)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + state, mask=inside, other=0)
+        if SCALED:
+            exp_avg = decode(exp_avg, tl.load(scale_ptr + scale_at, mask=scaled, other=0.0)[:, None])
+            exp_avg_sq = decode_sq(exp_avg_sq, tl.load(scale_sq_ptr + scale_at, mask=scaled, other=0.0)[:, None])
+        exp_avg, exp_avg_sq = exp_avg.to(tl.float32), exp_avg_sq.to(tl.float32)
         master = _load_master(weight_ptr + at, rest_ptr, state, inside, SPLIT)
 
         change, square = weight1 * grad, weight2 * grad * grad
@@ -121,11 +134,17 @@ def _adamw_kernel(
             step = step_size * exp_avg / tl.fma(tl.sqrt(exp_avg_sq), correction, eps)
         master = tl.fma(-decay, master, master) - step
 
+        if SCALED:
+            count = tl.load(row + 11).to(tl.int32)
+            exp_avg, scale = encode(exp_avg)
+            exp_avg_sq, scale_sq = encode_sq(exp_avg_sq, state, count)
+            tl.store(scale_ptr + scale_at, scale, mask=scaled)
+            tl.store(scale_sq_ptr + scale_at, scale_sq, mask=scaled)
         tl.store(exp_avg_ptr + state, exp_avg, mask=inside)
         tl.store(exp_avg_sq_ptr + state, exp_avg_sq, mask=inside)
         _store_master(weight_ptr + at, rest_ptr, state, master, inside, SPLIT)
         if ZERO:
-            tl.store(grad_ptr + at, tl.zeros([BLOCK], tl.float32), mask=inside)
+            tl.store(grad_ptr + at, tl.zeros_like(grad), mask=inside)
 
 
 @device_function
@@ -162,7 +181,7 @@ def _store_master(weights, rest_ptr, state, master, inside, SPLIT: tl.constexpr)
 class AdamWBatch:
     """What one launch steps: the tensors from which offsets count, and the table of chunks."""
 
-    tensors: tuple[Tensor | None, ...]  # weight, grad, exp_avg, exp_avg_sq, rest; bf16 weights as int16
+    tensors: tuple[Tensor | None, ...]  # weight, grad, exp_avg, exp_avg_sq, rest, both scales; bf16 weights as int16
     chunks: Tensor
     programs: int
     align: int
@@ -183,7 +202,7 @@ def batches_of(stretches: Iterable[AdamWSlice]) -> list[AdamWBatch]:
 
 
 def _is_even(stretch: AdamWSlice) -> bool:
-    tensors = [t for t in stretch[:5] if t is not None]
+    tensors = [t for t in stretch.tensors[:5] if t is not None]
     return not stretch.weight.numel() % _MULTIPLE and not any(t.data_ptr() % (_MULTIPLE * t.element_size()) for t in tensors)
 
 
@@ -204,7 +223,7 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
             source_of.append(source)
     weight = first.weight.view(torch.int16) if first.split else first.weight
     table, which = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
-    return AdamWBatch((weight, *first[1:5]), table, len(chunks), align, sources, which, _distances(sources))
+    return AdamWBatch((weight, *first.tensors[1:]), table, len(chunks), align, sources, which, _distances(sources))
 
 
 def _distances(sources: list[Tensor]) -> list[int]:
@@ -226,9 +245,12 @@ def _bind_scalars(groups: int) -> Bound:
     return bound
 
 
-@lru_cache(16)
-def _bind_adamw(align: int, split: bool, zero: bool, exact: bool, block: int) -> Bound:
-    bound: Bound = _adamw_kernel.bind(_PLACES, SCALARS, align, split, zero, exact, block, num_warps=_WARPS)
+@lru_cache(64)
+def _bind_adamw(align: int, split: bool, zero: bool, moments: torch.dtype, narrow: bool) -> Bound:
+    scaled = BLOCK if moments is torch.int8 else 0
+    block = _NARROW if scaled or narrow else _WIDE
+    exact = moments is torch.float32
+    bound: Bound = _adamw_kernel.bind(_PLACES, SCALARS, align, split, zero, exact, block, scaled, num_warps=_WARPS)
     return bound
 
 
@@ -249,9 +271,9 @@ def step_batch(batch: AdamWBatch, scalars: Tensor, zero: bool) -> None:
     """Step the batch's weights. `zero`: clear their gradients."""
     if len(batch.sources) > 1:
         _follow(batch)
-    _, grad, exp_avg, _, rest = batch.tensors
+    _, grad, exp_avg, _, rest, *_ = batch.tensors
+    assert grad is not None and exp_avg is not None
     split = rest is not None and rest.dtype is torch.int16
-    exact = exp_avg.dtype is torch.float32  # type: ignore[union-attr]
-    narrow = not exact and grad.element_size() == 2  # type: ignore[union-attr]
-    bound = _bind_adamw(batch.align, split, zero, exact, _NARROW if narrow else _WIDE)
+    narrow = grad.element_size() == exp_avg.element_size() == 2
+    bound = _bind_adamw(batch.align, split, zero, exp_avg.dtype, narrow)
     bound((batch.programs, 1, 1), *batch.tensors, batch.chunks, scalars)

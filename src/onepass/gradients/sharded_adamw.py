@@ -4,6 +4,7 @@
     fp32                             fp32        28
     bf16                             bf16        14, as torch.optim.AdamW's, which keeps moments in the weights' type
     bf16 with masters of 32 bits     fp32        26; the weight has half of a master, and 16 bits lie beside it
+    bf16 with masters of 32 bits     8 bits      14; codes, and a scale for each 256 (`gradients/eight_bits.py`)
 
 Each rank steps its part by the kernels of `onepass.parallel.AdamW`: they read the gradient, and read and write the weight and its
 state, once. The state has torch.optim.AdamW's layout, and its DTensors lie as their parameters do. It is flat, so that one table
@@ -21,15 +22,18 @@ from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice
 from onepass.gradients.adamw_stepper import AdamWStepper, check_options
+from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options
 from onepass.gradients.releasable_storage import storage_id
 from onepass.runtime.sharding import has_dtensor
 from onepass.runtime.sizes import ceil_div
 
-_ALIGNED = 16  # numbers: where a parameter's state begins
+_ALIGNED = BLOCK  # numbers: where a parameter's state begins
 _BYTES = 32  # a gradient's address modulo this decides how it is read
-_STATE = "exp_avg", "exp_avg_sq", "low"  # low: the lower 16 bits of a bf16 weight's master
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}  # of moments
+_MOMENTS = "exp_avg", "exp_avg_sq"
+_SCALES = "exp_avg_scale", "exp_avg_sq_scale"  # of moments in 8 bits
+_LOW = "low"  # the lower 16 bits of a bf16 weight's master
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.int8, None: None}  # of moments
 
 
 @dataclass(eq=False)
@@ -41,7 +45,22 @@ class _Shard:
     row: int  # the parameter's place in its stepper's count of steps
 
     def slice(self, grad: Tensor) -> AdamWSlice:
-        return AdamWSlice(self.weight, grad, self.state["exp_avg"], self.state["exp_avg_sq"], self.state.get("low"), self.row)
+        get = self.state.get
+        moments = self.state["exp_avg"], self.state["exp_avg_sq"]
+        return AdamWSlice(self.weight, grad, *moments, get(_LOW), self.row, get("exp_avg_scale"), get("exp_avg_sq_scale"))
+
+    def load(self, theirs: dict[str, Tensor]) -> None:
+        """Copy a state, or begin anew without one. Moments that are stored otherwise are converted. Without "low", masters are
+        the weights."""
+        converted = bool(theirs) and (_SCALES[0] in theirs) != (_SCALES[0] in self.state)
+        for name, mine in self.state.items():
+            if name in theirs and (name == _LOW or not converted):
+                mine.copy_(theirs[name])
+            else:
+                mine.zero_()
+        if converted:
+            given = _Shard(self.weight, theirs, self.row).slice(self.weight)
+            self.slice(self.weight).put_moments(*given.moments())
 
 
 class ShardedAdamW(torch.optim.Optimizer):
@@ -59,7 +78,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them with options, as for torch.optim.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        moments: ``fp32`` or ``bf16``. None is each weight's own type, as in torch.optim.AdamW.
+        moments: ``fp32``, ``bf16`` or ``8bit``. None is each weight's own type, as in torch.optim.AdamW. A group may have its
+            own. In 8 bits are matrices whose rows have a multiple of 256 numbers; other parameters' moments are fp32 then. Give
+            embeddings a group of fp32.
         masters: step fp32 masters of bf16 weights. A master is its weight and 16 bits more, the state's "low". Steps that are too
             small for a bf16 weight add up in it.
     """
@@ -72,18 +93,22 @@ class ShardedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        moments: Literal["fp32", "bf16"] | None = None,
+        moments: Literal["fp32", "bf16", "8bit"] | None = None,
         masters: bool = False,
     ) -> None:
-        if moments not in _TYPES:
-            raise ValueError(f"moments must be fp32, bf16 or None, but is {moments!r}")
-        self._type_of_moments, self._masters = _TYPES[moments], masters
+        self._masters = masters
         # torch's own options too: a checkpoint of one is one of the other
         defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
         self._made = False
         super().__init__(params, defaults | {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made = True
         self._check_groups(self.param_groups)
+        self._moments: dict[Tensor, str | None] = {}
+        for group in self.param_groups:
+            kind = group.pop("moments", moments)  # not an option of a group of torch's, which a checkpoint would miss
+            if kind not in _TYPES:
+                raise ValueError(f"moments must be fp32, bf16, 8bit or None, but is {kind!r}")
+            self._moments |= dict.fromkeys(group["params"], kind)
         self._rows = {parameter: row for row, parameter in enumerate(self._parameters())}
         self._shards: dict[Tensor, _Shard] = {}
         self._steppers: dict[torch.device, AdamWStepper] = {}
@@ -109,32 +134,43 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _add_state(self, parameters: Iterable[Tensor]) -> None:
-        """Allocate the state of these parameters, that of a device and a type of weights in one piece each."""
-        found: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        """Allocate the state of these parameters, that of a device and of types in one piece each."""
+        found: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for parameter in parameters:
             part = _part(parameter)
             if not part.is_contiguous():
                 raise ValueError(f"parameters must be contiguous, but one of shape {tuple(parameter.shape)} is not")
-            found.setdefault((part.device, part.dtype), []).append((parameter, part.view(-1)))
-        for (device, dtype), parts in found.items():
+            kind = part.device, part.dtype, self._type_of(parameter, part)
+            found.setdefault(kind, []).append((parameter, part.view(-1)))
+        for (device, dtype, moments), parts in found.items():
             if device not in self._steppers:
                 self._steppers[device] = AdamWStepper(device, self.param_groups)
             sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part in parts]
-            types = dict.fromkeys(_STATE[:2], self._type_of_moments or dtype)
+            types = dict(zip(_MOMENTS, (moments, torch.uint8 if moments is torch.int8 else moments), strict=True))
             if self._masters and dtype is torch.bfloat16:
-                types["low"] = torch.int16
+                types[_LOW] = torch.int16
             flat = {name: torch.zeros(sum(sizes), dtype=each, device=device) for name, each in types.items()}
+            scales = {name: torch.zeros(sum(sizes) // BLOCK, device=device) for name in _SCALES if moments is torch.int8}
             begin = 0
             for (parameter, part), size in zip(parts, sizes, strict=True):
                 state = {name: each[begin : begin + part.numel()] for name, each in flat.items()}
+                first, last = begin // BLOCK, (begin + part.numel()) // BLOCK
+                state |= {name: each[first:last] for name, each in scales.items()}
                 self._shards[parameter] = _Shard(part, state, self._rows[parameter])
                 begin += size
         self._adopt()
 
+    def _type_of(self, parameter: Tensor, part: Tensor) -> torch.dtype:
+        """The type of a parameter's moments."""
+        moments = _TYPES[self._moments[parameter]] or part.dtype
+        if moments is torch.int8 and (part.dim() < 2 or part.shape[-1] % BLOCK):
+            return torch.float32
+        return moments
+
     def _adopt(self) -> None:
         """Make the state the tensors that kernels write."""
         for parameter, shard in self._shards.items():
-            state = {name: _as_parameter(each, parameter) for name, each in shard.state.items()}
+            state = {name: _as_parameter(each, parameter, BLOCK if name in _SCALES else 1) for name, each in shard.state.items()}
             self.state[parameter] = {"step": self._step_of(shard), **state}
 
     def _step_of(self, shard: _Shard) -> Tensor:
@@ -212,7 +248,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 p: state["state"][number] for p, number in zip(self._rows, numbers, strict=True) if number in state["state"]
             }
             for parameter, theirs in loaded.items():
-                for name in _STATE[:2]:
+                for name in _MOMENTS:
                     if theirs[name].shape != parameter.shape:
                         shape = tuple(theirs[name].shape)
                         raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
@@ -221,11 +257,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             for parameter, shard in self._shards.items():
                 theirs = loaded.get(parameter, {})
                 self._step_of(shard).fill_(theirs.get("step", 0))
-                for name, mine in shard.state.items():
-                    if name in theirs:
-                        mine.copy_(_part(_placed_as(theirs[name], parameter)).reshape(-1))
-                    else:
-                        mine.zero_()
+                kept = (name for name in (*_MOMENTS, *_SCALES, _LOW) if name in theirs)
+                shard.load({name: _part(_placed_as(theirs[name], parameter)).reshape(-1) for name in kept})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._made:
@@ -264,17 +297,21 @@ def _grad_part(parameter: Any) -> Tensor:
     return grad.contiguous().view(-1)
 
 
-def _as_parameter(flat: Tensor, parameter: Any) -> Tensor:
-    """A tensor of the state in the parameter's shape, a DTensor where that is one."""
-    shape = _part(parameter).shape
+def _as_parameter(flat: Tensor, parameter: Any, numbers: int = 1) -> Tensor:
+    """A tensor of the state in the parameter's shape, a DTensor where that is one. It has one for so many numbers of a row."""
+    mine, whole = (_rows_of(shape, numbers) for shape in (_part(parameter).shape, parameter.shape))
     if not has_dtensor(parameter):
-        return flat.view(shape)
+        return flat.view(mine)
     from torch.distributed.tensor import DTensor
 
+    stride = torch.empty(whole, device="meta").stride()
     return DTensor.from_local(
-        flat.view(shape), parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
+        flat.view(mine), parameter.device_mesh, parameter.placements, run_check=False, shape=whole, stride=stride
     )  # fmt: skip
+
+
+def _rows_of(shape: torch.Size, numbers: int) -> torch.Size:
+    return shape if numbers == 1 else torch.Size((*shape[:-1], shape[-1] // numbers))
 
 
 def _norm(grads: list[Tensor]) -> Tensor:
