@@ -78,6 +78,13 @@ def trained(config, packed=False, lora=False, passes=1, autocast=False):
     return found
 
 
+def by_grad(kind, config):
+    network, (tokens, labels) = kind(config, seed=3), drawn()
+    loss = network(tokens, labels)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in network.parameters())]
+
+
 def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -124,6 +131,16 @@ def test_backward_makes_each_product_again_once(name, monkeypatch):
     with torch.no_grad():
         network(tokens, labels)
     assert calls[False] == 2 * again + calls[True]
+
+
+@pytest.mark.parametrize("depths", (None, 1))
+def test_the_first_blocks_alone(depths, monkeypatch):
+    calls, real = Counter(), parts.Residual.take
+    monkeypatch.setattr(parts.Residual, "take", lambda self, *a: calls.update([torch.is_grad_enabled()]) or real(self, *a))
+    one = configured("llama", "selective").replace(num_layers=3, recompute_num_layers=2, mtp_num_layers=depths)
+    found = by_grad(Model, one)
+    assert calls[False] == 2 * 2  # of two blocks; a depth is none of them
+    assert same(found, by_grad(Model, one.replace(recompute_granularity=None, recompute_num_layers=None)))
 
 
 def test_share_of_flops():
@@ -183,13 +200,6 @@ MUTANTS = {
     "all memory is the tensor's": (hooks, "_Recomputed.pack", "!= self.storage", "== 0"),
     "the first part for all": (hooks, "_Recomputed.pack", "tensor.storage_offset()", "0"),
 }
-
-
-def by_grad(kind, config):
-    network, (tokens, labels) = kind(config, seed=3), drawn()
-    loss = network(tokens, labels)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in network.parameters())]
 
 
 @pytest.mark.parametrize("name", MUTANTS)

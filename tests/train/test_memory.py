@@ -9,6 +9,7 @@ import torch
 
 from onepass import cli
 from onepass.gpt import preset
+from onepass.gpt.memory import recomputed_share
 from onepass.train.layout import ParallelLayout
 from onepass.train.memory import (
     MemoryPlan,
@@ -91,6 +92,9 @@ def test_the_first_two_of_four_blocks_are_recomputed():
         for how, layers in ((None, None), ("full", 2), ("full", None))
     )
     assert two["input"] == full["input"] / 2
+    selective = base.replace(recompute_granularity="selective", recompute_num_layers=2)
+    assert planned(selective, Options()).loss.layers["MLP"] == none["MLP"] / 2
+    assert 2 * recomputed_share(selective, 128) == recomputed_share(selective.replace(recompute_num_layers=None), 128)
     assert {name: 2 * size for name, size in two.items() if name != "input"} == none
 
 
@@ -156,6 +160,15 @@ def test_what_does_not_fit_is_told_what_to_change(capsys):
             changed = run(capsys, "--preset", "8B", "--gpu", "79", *line[2:46].split())[1]
             together = next(row for row in changed.splitlines() if row.startswith("  together"))
             assert max(map(float, together.split()[1:])) == gib_of(line)
+
+
+def test_no_more_blocks_are_recomputed_than_must_be(capsys):
+    argv = "--preset", "8B", "--gpu", "79", "--optimizer-moments", "8bit", "--micro-batch-size", "2", "--step-in-backward"
+    line = run(capsys, *argv)[1].splitlines()[-1]
+    assert line.startswith("  --recompute-granularity selective --recompute-num-layers ") and line.endswith(" more arithmetic")
+    count = int(line.split()[3])
+    assert "It fits" in run(capsys, *argv, *line.split()[:4])[1]
+    assert "It does not fit" in run(capsys, *argv, *line.split()[:3], str(count - 1))[1]
 
 
 def test_what_fits_is_told_so(capsys):

@@ -128,7 +128,7 @@ class ConfigFields(Settings):
     recompute_granularity: Literal["selective", "full"] | None = setting(
         None, "what backward computes again: selective the products before attention and activation, full whole blocks"
     )
-    recompute_num_layers: int | None = setting(None, "blocks of each pipeline stage for which full does; all")
+    recompute_num_layers: int | None = setting(None, "the first blocks of each pipeline stage, for which it does; all")
 
     # ---- parallel ----
     tensor_model_parallel_size: int = setting(1, "ranks that share each layer")

@@ -82,14 +82,14 @@ def block_memory(config: Config, tokens: int, layer: int = 0) -> BlockMemory:
     """Return the memory of block `layer` for a micro batch of so many tokens."""
     kept, again = _kept(config, tokens), _kept_of_products(config, tokens)
     mlp, attention = _mlp_backward(config, tokens), _attention_backward(config, tokens)
-    if config.recompute_granularity == "selective":
-        left = {name: size - again.get(name, 0) for name, size in kept.items()}
-        backward = max(mlp + sum(again.values()) - again[_QKV], attention + again[_QKV])
-        return BlockMemory({name: size for name, size in left.items() if size}, 0, backward)
-    if config.recompute_granularity == "full" and layer < (config.recompute_num_layers or config.num_layers):
+    if config.recompute_granularity is None or layer >= (config.recompute_num_layers or config.num_layers):
+        return BlockMemory(kept, 0, max(mlp, attention))
+    if config.recompute_granularity == "full":
         stream = stream_bytes(config, tokens)
         return BlockMemory({"input": stream}, sum(kept.values()) - stream, max(mlp, attention))
-    return BlockMemory(kept, 0, max(mlp, attention))
+    left = {name: size - again.get(name, 0) for name, size in kept.items()}
+    backward = max(mlp + sum(again.values()) - again[_QKV], attention + again[_QKV])
+    return BlockMemory({name: size for name, size in left.items() if size}, 0, backward)
 
 
 def _kept_of_products(config: Config, tokens: int) -> dict[str, int]:
@@ -110,12 +110,11 @@ def recomputed_share(config: Config, sequence: float) -> float:
     if config.recompute_granularity == "selective":
         up = 0 if config.activation_func_fp8_input_store else (2 if config.gated_linear_unit else 1) * size
         qkv = (config.num_attention_heads + 2 * config.query_groups) * config.head_size
-        again = config.num_layers * 2.0 * hidden * (qkv + up)
+        again = 2.0 * hidden * (qkv + up)
     else:
         two, one = (config.replace(num_layers=layers, recompute_num_layers=None) for layers in (2, 1))
-        block = (two.flops_per_token(sequence) - one.flops_per_token(sequence)) / 3
-        again = (config.recompute_num_layers or config.num_layers) * (block - 2 * hidden * size)
-    return again / config.flops_per_token(sequence)
+        again = (two.flops_per_token(sequence) - one.flops_per_token(sequence)) / 3 - 2 * hidden * size
+    return (config.recompute_num_layers or config.num_layers) * again / config.flops_per_token(sequence)
 
 
 def stream_bytes(config: Config, tokens: int) -> int:

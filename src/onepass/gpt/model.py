@@ -76,7 +76,10 @@ class Model(nn.Module):
         self.embedding = Embedding(config, tp_group, start.of("embedding"), device) if first or mtp_layers else None
         self.rotary = Rotary(config, device) if config.position_embedding_type == "rope" else None
         self.layers = nn.ModuleDict(
-            {str(n): Block(config, tp_group, start.of(f"layers.{n}"), device, config.precision(n)) for n in layers}
+            {
+                str(n): Block(self._config_of(at), tp_group, start.of(f"layers.{n}"), device, config.precision(n))
+                for at, n in enumerate(layers)
+            }
         )
         self.final_layernorm: Norm | None = None
         self.output_layer: LinearCrossEntropy | None = None
@@ -97,7 +100,10 @@ class Model(nn.Module):
                 dtype=config.dtype,
             )
         self.mtp = nn.ModuleDict(
-            {str(n): MultiTokenLayer(config, tp_group, start.of(f"mtp.{n}"), device) for n in range(mtp_layers)}
+            {
+                str(n): MultiTokenLayer(self._config_of(config.num_layers), tp_group, start.of(f"mtp.{n}"), device)
+                for n in range(mtp_layers)
+            }
         )
         for module in self.modules():
             if isinstance(module, MarkedParameters):
@@ -228,9 +234,16 @@ class Model(nn.Module):
             raise ValueError(f"x must have a sequence of at most max_position_embeddings, {longest}, but {length}")
         return length
 
+    def _computes_again(self, at: int) -> bool:
+        """Whether the stage's block `at` is one of those that recompute_granularity is for."""
+        return self.config.recompute_num_layers is None or at < self.config.recompute_num_layers
+
+    def _config_of(self, at: int) -> Config:
+        again = self._computes_again(at)
+        return self.config if again else self.config.replace(recompute_granularity=None, recompute_num_layers=None)
+
     def _recomputed(self, at: int) -> bool:
-        c = self.config
-        return c.recompute_granularity == "full" and (c.recompute_num_layers is None or at < c.recompute_num_layers)
+        return self.config.recompute_granularity == "full" and self._computes_again(at)
 
     @property
     def _checkpointing(self) -> dict[str, Any]:

@@ -264,10 +264,7 @@ def _uneven_stages(c: ConfigFields, ends: dict[str, int]) -> Iterator[str]:
 def _recompute(c: ConfigFields) -> Iterator[str]:
     if c.recompute_num_layers is None:
         return
-    if c.recompute_granularity != "full":
-        yield (
-            f"recompute_num_layers must be None without recompute_granularity 'full', but is {c.recompute_num_layers}, "
-            f"and that is {c.recompute_granularity!r}"
-        )
+    if c.recompute_granularity is None:
+        yield f"recompute_num_layers must be None without recompute_granularity, but is {c.recompute_num_layers}"
     elif c.recompute_num_layers > c.num_layers:
         yield f"recompute_num_layers must be at most num_layers, {c.num_layers}, but is {c.recompute_num_layers}"

@@ -155,13 +155,16 @@ def _advice(settings: PlannedRun, plan: MemoryPlan, step: StepMemory, gpu: int) 
     changes = [*_changes(settings, plan)]
     for change in changes:
         yield _line(change, plan.of_step(*change.apply(settings), gpu), gpu)
-    chosen = _together(changes, lambda change: plan.of_step(*change.apply(settings), gpu).total + OUTSIDE <= gpu)
+    blocks = settings.config.num_layers
+    chosen = _together(changes, blocks, lambda change: plan.of_step(*change.apply(settings), gpu).total + OUTSIDE <= gpu)
     yield ""
     if chosen is None:
         yield "All of these together do not fit. What is left are more GPUs: --tensor-model-parallel-size, with --ranks."
     else:
+        changed = chosen.apply(settings)
+        share = recomputed_share(changed.config, changed.options.seq_length)
         yield "The cheapest that fits:"
-        yield _line(chosen, plan.of_step(*chosen.apply(settings), gpu), gpu)
+        yield _line(chosen._replace(cost=f"{share:.0%} more arithmetic" if share else ""), plan.of_step(*changed, gpu), gpu)
 
 
 def _line(change: Change, step: StepMemory, gpu: int) -> str:
@@ -189,8 +192,9 @@ def _changes(settings: PlannedRun, plan: MemoryPlan) -> Iterator[Change]:
         yield Change({"offload_optimizer": True}, "masters and moments cross PCIe in each step")
 
 
-def _together(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Change | None:
-    """Return as many of the changes, in their order, as are needed to fit, without those that later ones made idle."""
+def _together(changes: Iterable[Change], blocks: int, fits: Callable[[Change], bool]) -> Change | None:
+    """Return as many of the changes, in their order, as are needed to fit, without those that later ones made idle. Of blocks no
+    more are recomputed than must be."""
     values: dict[str, Any] = {}
     for change in changes:
         values |= change.values
@@ -201,4 +205,5 @@ def _together(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Chan
     for name in [*values]:
         rest = {other: value for other, value in values.items() if other != name}
         values = rest if fits(Change(rest)) else values
-    return Change(values)
+    fewer = (Change(values | {"recompute_num_layers": count}) for count in range(1, blocks) if "recompute_granularity" in values)
+    return next(filter(fits, fewer), Change(values))
