@@ -24,6 +24,7 @@ from onepass.gpt import Config, Model
 from onepass.gpt.memory import BlockMemory, block_memory, ends_bytes, rank_config, uncounted
 from onepass.gpt.settings import Settings, setting
 from onepass.gradients.buckets import ALIGNED, BUCKET_BYTES, RELEASED_BYTES, plan_buckets, plan_buffers, round_up
+from onepass.gradients.eight_bits import BLOCK
 from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, make_plan
 from onepass.profiling.units import size as _size
 from onepass.train.layout import ParallelLayout
@@ -33,8 +34,7 @@ from onepass.train.updates import releases
 OUTSIDE = 1 << 30  # CUDA's context and kernels, and the allocator's gaps
 _MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
 _FP32 = 4
-_EIGHT_BIT_BLOCK = 256  # moments that share an fp32 scale
-_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * _FP32 / _EIGHT_BIT_BLOCK}  # both of a parameter's
+_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * _FP32 / BLOCK}  # both of a parameter's, and their scales
 _CUBLAS = 2 * (32 << 20)  # a workspace for each of forward's and backward's threads
 
 
