@@ -173,7 +173,8 @@ _REAL = [
     ModelCase("qwen3_5_2b 4x4096", "qwen3_5_text", 4, 4096, _QWEN3_5_2B, asked=_of_hybrids(0.80, 0.92)),
     # Transformers' own two attentions with sinks are 3.6e-3 apart at the first step, before anything is trained.
     ModelCase(
-        "gpt_oss_20b 4x4096", "gpt_oss", 4, 4096, _GPT_OSS_20B, "flex_attention", _of_hybrids(0.60), ours="eager", loss_apart=1e-2,
+        "gpt_oss_20b 4x4096", "gpt_oss", 4, 4096, _GPT_OSS_20B, "flex_attention", _of_hybrids(0.60), ours="eager",
+        loss_apart=1e-2,
     ),
     ModelCase("gemma4_2b 1x8192", "gemma4_text", 1, 8192, _GEMMA4_2B, asked=_of_hybrids(0.85, 0.85)),
     ModelCase("deepseek_v3_16b 4x4096", "deepseek_v3", 4, 4096, _DEEPSEEK_16B, asked=_of_hybrids(0.65)),

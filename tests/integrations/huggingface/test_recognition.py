@@ -64,7 +64,7 @@ MLPS = {  # the sizes and the gate, and what runs the MLP
 def test_mlps_by_exact_gelu_and_as_wide_inside_as_outside(family):
     options, by = MLPS[family]
     model, before, applied = both(family.partition(",")[0], **options)
-    assert {row.by for row in applied.replaced if row.part == "mlp"} == {by}
+    assert {row.by for row in applied.replaced if row.part == "mlp" and not row.by.startswith("route: ")} == {by}
     assert_alike(step(model, **batch()), step(before, **batch()))
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from onepass.gradients.sharded_adamw import ShardedAdamW
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.dense_experts import replace_dense_experts
+from onepass.integrations.huggingface.embeddings import replace_embeddings
 from onepass.integrations.huggingface.expert_adapters import replace_expert_adapters
 from onepass.integrations.huggingface.experts import replace_experts
 from onepass.integrations.huggingface.layers import replace_layers
@@ -187,7 +188,8 @@ def apply(
             grouped GEMMs, with the router's weights in the activation's pass.
         rope: rotation of q and k in one launch.
         loss: the loss of hidden states and the head's weight, without logits, in training with labels. There the output's
-            `logits` are empty. Without labels, in evaluation and in generation they are unchanged.
+            `logits` are empty. Without labels, in evaluation and in generation they are unchanged. With it, the gradients of
+            embeddings.
         qkv: queries, keys and values by one product, and causal convolutions as one op. With `rope`, causal attention runs as one
             op. Packed documents, padding, windows, softcaps and sinks are its options, in place of masks.
         main_grad: accumulate gradients in fp32 in the ops that compute them. `.grad` stays None; `Applied.optimizer` reads the
@@ -279,6 +281,7 @@ def _replaced(
     told = replace_masks(model, patches) if qkv or rope else []
     rows += told if qkv else []
     rows += replace_loss(model, patches) if loss else []
+    rows += replace_embeddings(model, patches) if loss and len(patches) else []
     rows += replace_lora(model, patches) if mlp and qkv else []
     if recipe is not None:
         linears = [each for match in mlps.values() for each in (match.up, match.down)]
