@@ -84,11 +84,11 @@ def test_the_text_part_is_its_familys(name):
     model = vision_language(name)
     before = copy.deepcopy(model)
     applied = huggingface.apply(model)
-    found = rows_of_text(applied)
+    found = [row for row in rows_of_text(applied) if row[1] != "embedding"]  # towers have some of places
     assert {part for part, by in found if by} == {"loss", "mlp", "norm", "qkv", "rope"}
     text, _, _, family = MODELS[name]
     own = made(family, **{key: value for key, value in text.items() if key not in ("model_type", "rope_parameters")})
-    expected = sorted({(row.part, row.by or "") for row in huggingface.apply(own).rows})
+    expected = sorted({(row.part, row.by or "") for row in huggingface.apply(own).rows if row.by != "embedding"})
     assert [row for row in found if "documents" not in row[1]] == [row for row in expected if "documents" not in row[1]]
     given = batch_of(name)
     assert_alike(step(model, **given), step(before, **given))

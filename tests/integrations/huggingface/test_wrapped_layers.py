@@ -164,7 +164,8 @@ def test_quantised_layers(kind, calls):
     assert_alike(step(model, **batch()), expected)
     assert calls == [("swiglu", True)] * 2 and mlp_rows(applied) == {(True, "bias_activation, swiglu", None)}
     assert {row.by for row in applied.replaced} == {
-        "rms_norm", "rms_norm, with the residual's sums", "bias_activation, swiglu", "rope", "no masks", "linear_cross_entropy"
+        "rms_norm", "rms_norm, with the residual's sums", "bias_activation, swiglu", "rope", "no masks",
+        "linear_cross_entropy", "embedding",
     }  # fmt: skip
 
 

@@ -171,9 +171,10 @@ def replace_routers(model: nn.Module, patches: Patches) -> list[AppliedRow]:
 
 
 def _forward(self: Any, hidden_states: Tensor, choice_bias: Tensor | None = None) -> Any:
-    """Run the match, or the class's forward: under functorch, with a sharded weight, and where it was changed since."""
+    """Run the match, or the class's forward: under functorch, with a weight that is sharded or no parameter any more (PEFT's
+    is parametrised), and where it was changed since."""
     match: RouterMatch = self._onepass
-    sharded = has_dtensor(self._parameters[match.weight])
-    if under_functorch() or sharded or not match.snapshot.unchanged(self):
+    weight = self._parameters.get(match.weight)
+    if weight is None or has_dtensor(weight) or under_functorch() or not match.snapshot.unchanged(self):
         return type(self).forward(self, hidden_states, *(() if choice_bias is None else (choice_bias,)))
     return match(hidden_states, choice_bias)

@@ -2,7 +2,8 @@
 
 Logits decide, so they are computed in fp32. On a GPU that is a product without tensor cores: of 16384 tokens of 2048 and
 64 experts it takes .12 ms on an H200, .28 backward, where the bytes of x take .02. But x has 8 bits, and an fp32 number is the
-sum of three of 8 bits. Products of two such numbers are exact in fp32, and tensor cores add them nearly so: logits are right to 2e-6.
+sum of three of 8 bits. Products of two such numbers are exact in fp32, and tensor cores add them with a few bits less: logits are
+right to 2e-6.
 
     weight = w1 + w2 + w3, dlogits = d1 + d2 + d3       each of bf16; a bf16 weight is w1 alone
     logits = x (w1 + w2 + w3)^T                         one product to 3 E columns, then their sums
