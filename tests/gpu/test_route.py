@@ -204,6 +204,6 @@ def test_router_logits_are_as_precise_as_fp32s(shape, dtype):
             y = inputs[0] @ inputs[1].t() if wide else router_logits(*inputs)
             y.backward(dy.to(y.dtype))
         found.append([y.detach(), *(each.grad for each in inputs)])
-    most = (4e-6, 4e-3, 4e-6 if dtype is FP32 else 4e-3)  # tensor cores sum with fewer bits than fp32 has
+    most = (4e-6, 4e-3, 1e-5 if dtype is FP32 else 4e-3)  # tensor cores sum with fewer bits than fp32 has
     for name, ours, exact, limit in zip(("logits", "dx", "dweight"), *found, most, strict=True):
         assert float((ours.double() - exact).norm() / exact.norm()) < limit, name
