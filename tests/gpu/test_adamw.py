@@ -9,6 +9,7 @@ from torch import nn
 
 import onepass
 from onepass.gradients import adamw as module
+from onepass.gradients import step_in_backward
 from onepass.parallel import AdamW, MasterWeights, ShardedAdamW
 
 __all__ = ["memory_goes_back"]
@@ -51,6 +52,26 @@ def test_steps_by_moments_in_eight_bits_are_the_formulas():
     test_eight_bits.test_a_state_goes_on_bit_for_bit("triton")
     for poison in (torch.nan, torch.inf, 1e30):
         test_eight_bits.test_poison_stays_where_it_is(poison, "triton")
+
+
+def test_steps_in_backward_wait_for_nobody_and_have_the_same_bits(monkeypatch):
+    monkeypatch.setattr(step_in_backward, "_PART", 1 << 20)
+    found = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1024, 1024, dtype=BF16) for _ in range(4)))
+        optimizer = ShardedAdamW(model.parameters(), masters=True, moments="fp32", in_backward=early)
+        x = torch.randn(64, 1024, dtype=BF16)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(x).square().mean()
+        with nobody_waits():
+            loss.backward()
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_pytorchs_operators_are_as_the_kernels():

@@ -258,7 +258,8 @@ def train_steps(model, optimizer, steps):
             optimizer.step()
         optimizer.zero_grad()
     if isinstance(optimizer, ShardedAdamW):
-        batches = [batch for stepper in optimizer._steppers.values() for batch in stepper.batches]
+        steppers = [stepper for tables in set(optimizer._tables.values()) for stepper in tables.steppers.values()]
+        batches = [batch for stepper in steppers for batch in stepper.batches]
         held = [t for batch in batches for t in (*batch.sources, batch.tensors[1])]
         assert held and not any(t.numel() for t in held), "gradients stay in memory"
     return torch.stack(norms)

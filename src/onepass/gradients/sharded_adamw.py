@@ -14,6 +14,7 @@ of addresses serves a device and a type. Gradients are others in each step, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from onepass.gradients.adamw_stepper import AdamWStepper, check_options
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options
 from onepass.gradients.releasable_storage import storage_id
+from onepass.gradients.step_in_backward import BackwardSteps, StepInBackward, parts_of
 from onepass.runtime.sharding import has_dtensor
 from onepass.runtime.sizes import ceil_div
 
@@ -63,6 +65,37 @@ class _Shard:
             self.slice(self.weight).put_moments(*given.moments())
 
 
+class _Tables:
+    """What steps some of the parameters: a stepper for each device, whose tables have the addresses of the last step."""
+
+    def __init__(self) -> None:
+        self.steppers: dict[torch.device, AdamWStepper] = {}
+        self.layout: list[tuple[int, int, int, int]] = []  # of the gradients: weight, storage, offset, alignment
+
+    def step(
+        self, groups: list[dict[str, Any]], given: list[tuple[_Shard, Tensor]], norm: Tensor | None, max_norm: float | None
+    ) -> None:  # fmt: skip
+        self._lay([(shard, grad) for shard, grad in given if grad.numel()])
+        for stepper in self.steppers.values():
+            stepper.run(groups, norm, max_norm, False)
+            # gradients' memory is the caller's to free
+            stepper.move_gradients([stretch._replace(grad=torch.empty(0)) for stretch in stepper.stretches])
+        torch.autograd.graph.increment_version([shard.weight for shard, _ in given])
+
+    def _lay(self, given: list[tuple[_Shard, Tensor]]) -> None:
+        """Make tables of addresses, or let those of the last step follow gradients that lie alike: many times as fast."""
+        stretches = [shard.slice(grad) for shard, grad in given]
+        firsts: dict[int, tuple[int, int]] = {}  # storage -> its number, and the offset of its first gradient
+        layout = []
+        for shard, grad in given:
+            number, first = firsts.setdefault(storage_id(grad), (len(firsts), int(grad.storage_offset())))
+            layout.append((shard.weight.data_ptr(), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
+        for device, stepper in self.steppers.items():
+            mine = [stretch for stretch in stretches if stretch.exp_avg.device == device]
+            (stepper.move_gradients if layout == self.layout else stepper.lay)(mine)
+        self.layout = layout
+
+
 class ShardedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW over plain parameters and DTensors of fp32 and bf16, in one pass.
 
@@ -83,6 +116,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             embeddings a group of fp32.
         masters: step fp32 masters of bf16 weights. A master is its weight and 16 bits more, the state's "low". Steps that are too
             small for a bf16 weight add up in it.
+        in_backward: step parameters in backward, as soon as their gradients are whole, and free these. `step` steps what is
+            left. `StepInBackward` clips. For one rank.
     """
 
     def __init__(
@@ -95,6 +130,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         *,
         moments: Literal["fp32", "bf16", "8bit"] | None = None,
         masters: bool = False,
+        in_backward: bool | StepInBackward = False,
     ) -> None:
         self._masters = masters
         # torch's own options too: a checkpoint of one is one of the other
@@ -111,9 +147,13 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._moments |= dict.fromkeys(group["params"], kind)
         self._rows = {parameter: row for row, parameter in enumerate(self._parameters())}
         self._shards: dict[Tensor, _Shard] = {}
-        self._steppers: dict[torch.device, AdamWStepper] = {}
+        divided = parts_of(list(self._rows)) if in_backward else [list(self._rows)]
+        self._tables: dict[Tensor, _Tables] = {}
+        for part in divided:
+            self._tables |= dict.fromkeys(part, _Tables())
         self._add_state([parameter for parameter in self._rows if parameter.requires_grad])
-        self._layout: list[tuple[int, int, int, int]] = []  # of the gradients in the tables: weight, storage, offset, alignment
+        how = StepInBackward() if in_backward is True else in_backward
+        self._in_backward = BackwardSteps(self, divided, how) if how else None
 
     def _check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         for group in groups:
@@ -143,8 +183,9 @@ class ShardedAdamW(torch.optim.Optimizer):
             kind = part.device, part.dtype, self._type_of(parameter, part)
             found.setdefault(kind, []).append((parameter, part.view(-1)))
         for (device, dtype, moments), parts in found.items():
-            if device not in self._steppers:
-                self._steppers[device] = AdamWStepper(device, self.param_groups)
+            for tables in {self._tables[parameter] for parameter, _ in parts}:
+                if device not in tables.steppers:
+                    tables.steppers[device] = AdamWStepper(device, self.param_groups)
             sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part in parts]
             types = dict(zip(_MOMENTS, (moments, torch.uint8 if moments is torch.int8 else moments), strict=True))
             if self._masters and dtype is torch.bfloat16:
@@ -171,10 +212,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         """Make the state the tensors that kernels write."""
         for parameter, shard in self._shards.items():
             state = {name: _as_parameter(each, parameter, BLOCK if name in _SCALES else 1) for name, each in shard.state.items()}
-            self.state[parameter] = {"step": self._step_of(shard), **state}
+            self.state[parameter] = {"step": self._step_of(parameter, shard), **state}
 
-    def _step_of(self, shard: _Shard) -> Tensor:
-        return self._steppers[shard.state["exp_avg"].device].counts[shard.row]
+    def _step_of(self, parameter: Tensor, shard: _Shard) -> Tensor:
+        return self._tables[parameter].steppers[shard.state["exp_avg"].device].counts[shard.row]
 
     # ---- a step ----
 
@@ -197,36 +238,40 @@ class ShardedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        unknown = [p for p in self._rows if p.grad is not None and p not in self._shards]
-        if unknown:
-            self._add_state(unknown)
-        given = [(parameter, shard) for parameter, shard in self._shards.items() if parameter.grad is not None]
-        for parameter, shard in given:
-            if _local(parameter).data_ptr() != shard.weight.data_ptr():  # as after module.to
-                shard.weight = _part(parameter).view(-1)
+        if self._in_backward is not None:
+            if max_norm is not None or norm is not None:
+                raise ValueError("max_norm must be given as StepInBackward(max_norm=...), as backward has stepped already")
+            found = self._in_backward.finish()
+            return found if closure is None else loss
         if norm is None and max_norm is not None:
             norm = self.norm()
-        self._lay([(shard, _grad_part(parameter)) for parameter, shard in given])
-        for stepper in self._steppers.values():
-            stepper.run(self.param_groups, norm, max_norm, False)
-            # gradients' memory is the caller's to free
-            stepper.move_gradients([stretch._replace(grad=torch.empty(0)) for stretch in stepper.stretches])
-        torch.autograd.graph.increment_version([shard.weight for _, shard in given])
+        self.step_some(list(self._rows), norm, max_norm)
         return norm if closure is None else loss
 
-    def _lay(self, given: list[tuple[_Shard, Tensor]]) -> None:
-        """Make tables of addresses, or let those of the last step follow gradients that lie alike: many times as fast."""
-        given = [(shard, grad) for shard, grad in given if grad.numel()]
-        stretches = [shard.slice(grad) for shard, grad in given]
-        firsts: dict[int, tuple[int, int]] = {}  # storage -> its number, and the offset of its first gradient
-        layout = []
-        for shard, grad in given:
-            number, first = firsts.setdefault(storage_id(grad), (len(firsts), int(grad.storage_offset())))
-            layout.append((shard.weight.data_ptr(), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
-        for device, stepper in self._steppers.items():
-            mine = [stretch for stretch in stretches if stretch.exp_avg.device == device]
-            (stepper.move_gradients if layout == self._layout else stepper.lay)(mine)
-        self._layout = layout
+    @torch.no_grad()
+    def step_some(self, parameters: list[Tensor], norm: Tensor | None, max_norm: float | None) -> None:
+        """Step those of these that have a gradient."""
+        self._add_state([p for p in parameters if p.grad is not None and p not in self._shards])
+        given: dict[_Tables, list[tuple[_Shard, Tensor]]] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            shard = self._shards[parameter]
+            if _local(parameter).data_ptr() != shard.weight.data_ptr():  # as after module.to
+                shard.weight = _part(parameter).view(-1)
+            given.setdefault(self._tables[parameter], []).append((shard, _grad_part(parameter)))
+        for tables, some in given.items():
+            tables.step(self.param_groups, some, norm, max_norm)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """In this block gradients of microbatches add up in `.grad`. With in_backward nobody steps in it: the last microbatch's
+        backward comes after it."""
+        return nullcontext() if self._in_backward is None else self._in_backward.accumulate()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._in_backward is not None:
+            self._in_backward.forget()
+        super().zero_grad(set_to_none)
 
     # ---- states ----
 
@@ -256,7 +301,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             self._add_state([parameter for parameter in loaded if parameter not in self._shards])
             for parameter, shard in self._shards.items():
                 theirs = loaded.get(parameter, {})
-                self._step_of(shard).fill_(theirs.get("step", 0))
+                self._step_of(parameter, shard).fill_(theirs.get("step", 0))
                 kept = (name for name in (*_MOMENTS, *_SCALES, _LOW) if name in theirs)
                 shard.load({name: _part(_placed_as(theirs[name], parameter)).reshape(-1) for name in kept})
 

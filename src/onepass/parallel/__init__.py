@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from onepass.gradients.master_weights import MasterWeights
     from onepass.gradients.sequence_parallel import reduce_sequence_parallel_grads
     from onepass.gradients.sharded_adamw import ShardedAdamW
+    from onepass.gradients.step_in_backward import StepInBackward
 
 __all__ = [
     "AdamW",
@@ -18,6 +19,7 @@ __all__ = [
     "MainGrads",
     "MasterWeights",
     "ShardedAdamW",
+    "StepInBackward",
     "reduce_sequence_parallel_grads",
 ]
 
@@ -28,6 +30,7 @@ _MODULES = {
     "MainGrads": "main_grads",
     "MasterWeights": "master_weights",
     "ShardedAdamW": "sharded_adamw",
+    "StepInBackward": "step_in_backward",
     "reduce_sequence_parallel_grads": "sequence_parallel",
 }
 

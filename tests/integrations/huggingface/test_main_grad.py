@@ -14,6 +14,7 @@ from integrations.huggingface.trainer import trained
 
 import onepass
 from onepass.integrations import huggingface
+from onepass.parallel import StepInBackward
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_norm is None")  # Trainer is imported by some tests, and stays
 
@@ -243,6 +244,22 @@ def test_without_main_grad_the_optimizer_is_torchs_over_grad(dtype):
             losses[-1].append(loss.item())
     assert losses[0][3] < losses[0][0] - 0.1
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if dtype is torch.float32 else 2e-3)
+
+
+def test_without_main_grad_it_steps_in_backward():
+    torch.manual_seed(0)
+    model, _, applied = both("Llama")
+    model.bfloat16()
+    optimizer = applied.optimizer(lr=1e-2, moments="8bit", masters=True, in_backward=StepInBackward(max_norm=1.0))
+    losses = []
+    for _ in range(4):
+        loss = model(**batch()).loss
+        loss.backward()
+        assert sum(p.grad is not None for p in model.parameters()) == 0  # one part has them all
+        norm = optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1 and norm.isfinite()
 
 
 def test_bad_input():
