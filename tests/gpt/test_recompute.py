@@ -152,7 +152,34 @@ def test_share_of_flops():
     assert recomputed_share(config, 32) == 0
 
 
+def test_a_backward_under_autocast_of_a_forward_without():
+    found = []
+    for granularity in (None, "selective"):
+        made = Model(
+            Config(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, recompute_granularity=granularity), seed=0
+        )
+        ids = torch.arange(8)[None]
+        loss = made(ids, ids).mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        found.append([p.grad for p in made.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=1e-3)
+
+
 # ---- recomputed() by itself ----
+
+
+def test_an_op_that_keeps_its_own_result_goes_with_it():
+    """A forward that has no backward leaves nothing behind."""
+    x = torch.randn(4, requires_grad=True)
+    y = x * 2
+    with recomputed(y, lambda: x * 2):
+        kept = torch.exp(y)  # saves its result
+    gone = weakref.ref(kept)
+    del kept, y
+    gc.collect()
+    assert gone() is None
 
 
 def test_only_the_tensor_is_let_go_of_and_made_once():

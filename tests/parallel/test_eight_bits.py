@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from parallel.adamw_oracle import BF16, FP32, adamw_reference
-from parallel.test_sharded_adamw import BACKENDS, give, kept
+from parallel.test_sharded_adamw import BACKENDS, give
 from torch import nn
 
 import onepass
 from onepass.gradients import adamw_formula, adamw_kernels, eight_bit_kernels, eight_bits, sharded_adamw
+from onepass.gradients.adamw_formula import joined_master
 from onepass.gradients.eight_bits import BLOCK, decode, decode_sq, encode, encode_sq
 from onepass.parallel import ShardedAdamW
 from onepass.testing.mutants import mutate
@@ -104,7 +105,7 @@ def test_draws_have_the_numbers_as_their_mean():
     mean = torch.zeros_like(square)
     places = torch.arange(len(square))
     for step in range(400):
-        mean += decode_sq(*coded_sq(square, eight_bits.draws_of(places, torch.tensor(float(step))))) / 400
+        mean += decode_sq(*coded_sq(square, eight_bits.draws_of(places, 3, torch.tensor(float(step)))[1])) / 400
     large = (root(square, 8) > 20 / 255).flatten()
     assert large.sum() > 300
     off = (mean / square - 1)[large].abs()
@@ -128,13 +129,17 @@ def gradients(step):
     return [(a * b.exp()).to(torch.get_default_device()) for a, b in drawn]
 
 
+def kept_master(optimizer, weight):
+    return joined_master(weight.detach(), optimizer.state[weight]["low"]).double()
+
+
 def moments_of(optimizer, weight):
     """Both in fp64, and the roots' largest error that codes may have, or None."""
     state = optimizer.state[weight]
-    if "exp_avg_scale" not in state:
+    if "exp_avg_code" not in state:
         return state["exp_avg"].double().flatten(), state["exp_avg_sq"].double().flatten(), False
-    first = decode(state["exp_avg"].flatten(), state["exp_avg_scale"].flatten())
-    second = decode_sq(state["exp_avg_sq"].flatten(), state["exp_avg_sq_scale"].flatten())
+    first = decode(state["exp_avg_code"].flatten(), state["exp_avg_scale"].flatten())
+    second = decode_sq(state["exp_avg_sq_code"].flatten(), state["exp_avg_sq_scale"].flatten())
     return first.double(), second.double(), True
 
 
@@ -143,19 +148,19 @@ def wrong_step(optimizer_of, steps=3):
     weights, optimizer = optimizer_of()
     for step in range(1, steps + 1):
         give(weights, gradients(step))
-        before = [(kept(optimizer, w)[0].flatten(), *moments_of(optimizer, w)) for w in weights]
+        before = [(kept_master(optimizer, w).flatten(), *moments_of(optimizer, w)) for w in weights]
         optimizer.step()
         for place, (weight, (master, first, second, _)) in enumerate(zip(weights, before, strict=True)):
             grad = weight.grad.double().flatten()
             right = adamw_reference(master, grad, first, second, step, 1e-2, (0.9, 0.99), 1e-8, 0.1)
-            off = (kept(optimizer, weight)[0].flatten() - right[0]).abs()
+            off = (kept_master(optimizer, weight).flatten() - right[0]).abs()
             if not (off <= 2e-5 * right[0].abs() + 2e-5 * 1e-2 * 30).all():
                 return f"step {step}, weight {place} is off by {off.max():.3g}"
             now = moments_of(optimizer, weight)
             if not now[2]:
                 continue
             for name, found, exact, power, most in (
-                ("exp_avg", now[0], right[1], 4, 0.51 / 127),
+                ("exp_avg", now[0], right[1], 4, 1.02 / 127),
                 ("exp_avg_sq", now[1], right[2], 8, 1.02 / 255),
             ):
                 if (root(found, power) - root(exact, power)).abs().max() > most:
@@ -167,28 +172,37 @@ def test_steps_are_the_formulas_but_for_codes(backend):
     assert not wrong_step(made)
     weights, optimizer = made()
     names = [sorted(optimizer.state[w]) for w in weights]
-    assert names[:3] == [["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "low", "step"]] * 3
+    assert names[:3] == [["exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale", "low", "step"]] * 3
     assert names[3:] == [["exp_avg", "exp_avg_sq", "low", "step"]] * 2
     assert optimizer.state[weights[1]]["exp_avg_scale"].shape == (3, 5, 2)
 
 
 def drift(kind):
-    """Let half of a block's gradients shrink. Return how far the second moments are from where they should be."""
+    """Let half of a block's gradients shrink, and a part end. Return how far moments are from where they should be, or how far
+    weights without a gradient have gone."""
     weight = nn.Parameter(torch.zeros(2, BLOCK))
-    optimizer = kind([weight], lr=0.0, betas=(0.9, 0.98), moments="8bit")
-    for step in range(400):
+    optimizer = kind([weight], lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0, moments="8bit")
+    for step in range(500):
         weight.grad = torch.ones(2, BLOCK)
         if step > 100:
-            weight.grad[:, ::2] = 0.1
+            weight.grad[:, ::2], weight.grad[:, ::32] = 0.1, 0.0
         optimizer.step()
-    second = moments_of(optimizer, weight)[1].view(2, BLOCK)
-    shrunk = 0.01 + 0.98**299 * 0.99
-    return max(abs(float(second[:, 1::2].mean()) - 1), abs(float(second[:, ::2].mean()) / shrunk - 1))
+        if step == 100:
+            begun = weight.detach().clone()
+    first, second = (each.view(2, BLOCK) for each in moments_of(optimizer, weight)[:2])
+    shrunk = 0.01 + 0.98**399 * 0.99
+    gone = (weight.detach() - begun)[:, ::32].abs().max()  # by about the sum of .9^k
+    if len(second[:, 2::32].unique()) < 3:  # equal numbers have draws of their own
+        return 1.0
+    return max(
+        abs(float(second[:, 1::2].mean()) - 1), abs(float(second[:, 2::32].mean()) / shrunk - 1), float(gone) - 0.05,
+        abs(float(first[:, 1::2].mean()) - 1), abs(float(first[:, 2::32].mean()) / 0.1 - 1),
+    )  # fmt: skip
 
 
-def test_gradients_that_shrink_are_followed(backend):
-    """A second moment that was rounded to nearest would stay: beta2 of .98 moves it by less than a code a step."""
-    assert drift(ShardedAdamW) < 0.1
+def test_moments_follow_gradients_that_shrink_and_end(backend):
+    """Rounded to nearest they would stay: betas move them by less than a code a step."""
+    assert drift(ShardedAdamW) < 0.12
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e30])
@@ -235,7 +249,7 @@ def test_states_of_fp32_become_codes_and_back(backend):
     weights, optimizer = made(moments="fp32")
     go_on(weights, optimizer, range(3))
     others, coarse = resumed(weights, optimizer)
-    assert coarse.state[others[0]]["exp_avg"].dtype is torch.int8
+    assert coarse.state[others[0]]["exp_avg_code"].dtype is torch.int8
     back_weights, back = resumed(others, coarse, moments="fp32")
     assert back.state[back_weights[0]]["exp_avg"].dtype is FP32
     for mine, other, last in zip(weights, others, back_weights, strict=True):
@@ -243,13 +257,13 @@ def test_states_of_fp32_become_codes_and_back(backend):
         for at in (0, 1):
             assert torch.equal(codes[at].float(), again[at].float())
             assert (codes[at] - exact[at]).norm() <= 0.03 * exact[at].norm()
-        assert torch.equal(kept(optimizer, mine)[0], kept(back, last)[0])
+        assert torch.equal(kept_master(optimizer, mine), kept_master(back, last))
 
 
 def test_a_group_has_its_own_kind():
     embedding, weight = nn.Parameter(torch.ones(4, 256)), nn.Parameter(torch.ones(4, 256))
     optimizer = ShardedAdamW([{"params": [embedding], "moments": "fp32"}, {"params": [weight]}], moments="8bit")
-    assert [optimizer.state[each]["exp_avg"].dtype for each in (embedding, weight)] == [FP32, torch.int8]
+    assert "exp_avg" in optimizer.state[embedding] and "exp_avg_code" in optimizer.state[weight]
     with pytest.raises(ValueError, match="moments must be fp32, bf16, 8bit or None, but is '4bit'"):
         ShardedAdamW([{"params": [weight], "moments": "4bit"}])
 
@@ -258,16 +272,20 @@ def test_a_group_has_its_own_kind():
 
 kernel, first, second = "_adamw_kernel", "(state_at + start) // SCALED + ", "tl.arange(0, BLOCK // SCALED)"
 MUTANTS = {
-    "a root too few": (eight_bit_kernels, "encode", "tl.sqrt(tl.sqrt(magnitude", "(tl.sqrt(magnitude", "triton"),
+    "another root": (eight_bit_kernels, "encode", "0.25", "0.5", "triton"),
     "the scale of one row": (adamw_kernels, kernel, first + second, first + "0 * " + second, "triton"),
-    "the sign is lost": (eight_bit_kernels, "decode", "tl.where(codes < 0, -values, values)", "values", "triton"),
+    "the sign is lost": (eight_bit_kernels, "decode", "root * tl.abs(root)", "root * root", "triton"),
     "the other scale": (adamw_kernels, kernel, "tl.load(scale_sq_ptr", "tl.load(scale_ptr", "triton"),
-    "always the lower code": (eight_bit_kernels, "encode_sq", "_draw(place, step) * (high - low)", "high - low", "triton"),
-    "one draw for all steps": (eight_bit_kernels, "_draw", "step.to(tl.uint32) *", "0 *", "triton"),
+    "always the lower code": (eight_bit_kernels, "encode_sq", "draw * (high - low)", "high - low", "triton"),
+    "always the lower code of exp_avg": (eight_bit_kernels, "encode", "draw * (high - low)", "high - low", "triton"),
+    "the nearer code of exp_avg": (eight_bit_kernels, "encode", "draw * (high - low)", "0.5 * (high - low)", "triton"),
+    "one draw for all steps": (eight_bit_kernels, "draws", "step.to(tl.uint32) *", "0 *", "triton"),
+    "one draw for all places": (adamw_kernels, kernel, "tl.int32) + at", "tl.int32) + 0 * at", "triton"),
     "torch: another block's scale": (adamw_formula, "AdamWSlice.part", "slice(start // BLOCK,", "slice(0,", "torch"),
-    "torch: a power less": (eight_bits, "_eighth_power", ".square_().square_()", ".square_()", "torch"),
+    "torch: a power less": (eight_bits, "decode_sq", ".pow_(8)", ".pow_(7)", "torch"),
     "torch: the sign is lost": (eight_bits, "decode", " * root.sign()", "", "torch"),
-    "torch: to nearest": (adamw_formula, "AdamWSlice.put_moments", "self.scale_sq, draws", "self.scale_sq, None", "torch"),
+    "torch: to nearest": (adamw_formula, "AdamWSlice.put_moments", "self.scale_sq, draws[1]", "self.scale_sq, None", "torch"),
+    "torch: exp_avg to nearest": (adamw_formula, "AdamWSlice.put_moments", "self.scale, draws[0]", "self.scale, None", "torch"),
 }  # fmt: skip
 
 
@@ -284,7 +302,7 @@ def test_mutants_are_caught(name):
 
     with used["backend"].use_backend(backend):
         try:
-            found = wrong_step(of_the_mutant) or drift(mutant.ShardedAdamW) > 0.1
+            found = wrong_step(of_the_mutant) or drift(mutant.ShardedAdamW) > 0.12
         except RuntimeError:  # of sizes
             return
     assert found

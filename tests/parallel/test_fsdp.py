@@ -296,6 +296,18 @@ def test_adamw_on_shards_is_torchs_and_so_are_its_checkpoints(group, tmp_path):
         assert close(weights(model), weights(theirs[0])), (kind, source)
 
 
+def test_a_rank_without_a_part_counts_steps_too(group):
+    """Or a checkpoint would have the count of that rank."""
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 1, bias=False))
+    fully_shard(model, mesh=mesh())
+    optimizer = ShardedAdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [float(state["step"]) for state in optimizer.state.values()] == [3.0, 3.0]
+
+
 def test_adamw_says_what_it_does_not_take(group):
     model, optimizer = optimized(ShardedAdamW)
     low = fully_shard(nn.Linear(4, 4).half(), mesh=mesh())

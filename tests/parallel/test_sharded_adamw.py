@@ -182,3 +182,56 @@ def test_what_it_does_not_take():
     other = ShardedAdamW([nn.Parameter(torch.ones(5))])
     with pytest.raises(ValueError, match=r"exp_avg of shape \(4,\), but has \(5,\)"):
         optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_norm_without_a_limit_scales_nothing():
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for weight, options in zip(weights, ({}, {"norm": torch.tensor(torch.inf)}), strict=True):
+        weight.grad = torch.ones(4)
+        ShardedAdamW([weight]).step(**options)
+    assert torch.equal(*weights)
+    with pytest.raises(ValueError, match="max_norm must be a number of 0 or more, or None, but is -1"):
+        ShardedAdamW(weights).step(max_norm=-1)
+
+
+@pytest.mark.usefixtures("backend")
+def test_gradients_of_another_type_from_step_to_step():
+    weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    for weight in weights:
+        weight.grad_dtype = None
+    optimizer = ShardedAdamW(weights, weight_decay=0.0, lr=0.1)
+    for types in ((FP32, FP32), (FP32, BF16), (BF16, BF16)):
+        for weight, dtype in zip(weights, types, strict=True):
+            weight.grad = torch.ones(64, dtype=dtype)
+        optimizer.step()
+    for weight in weights:
+        torch.testing.assert_close(weight.detach(), torch.full((64,), 0.7), rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_changed_since_it_was_made():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=BF16))
+    optimizer = ShardedAdamW([weight], masters=True)
+    weight.data = weight.data.float()
+    weight.grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match=r"when their optimizer was made, torch.bfloat16, but one is torch.float32 by now"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(4, 4))]  # as accelerate does under FSDP2
+    with pytest.raises(RuntimeError, match=r"the groups' parameters are others .*make it after fully_shard"):
+        optimizer.step()
+
+
+def test_the_callers_groups_stay():
+    groups = [{"params": [nn.Parameter(torch.ones(4, 256))], "moments": "8bit"}]
+    for _ in range(2):
+        optimizer = ShardedAdamW(groups)
+        assert "exp_avg_code" in optimizer.state[groups[0]["params"][0]]
+
+
+def test_torchs_does_not_take_codes_for_moments():
+    weight = nn.Parameter(torch.ones(2, 256))
+    theirs = torch.optim.AdamW([weight])
+    theirs.load_state_dict(ShardedAdamW([weight], moments="8bit").state_dict())
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(KeyError, match="exp_avg"):
+        theirs.step()

@@ -219,3 +219,15 @@ def test_a_gradient_penalty_by_formulas():
         return torch.autograd.grad(F.silu(first).sum(), rows)
 
     assert_bits(of(parts_of), of(columns_of))
+
+
+def test_parts_that_hooks_have_moved_have_their_own_memory():
+    """As offloads do: what comes back is contiguous, and lies no more as the place does."""
+    found = []
+    for apart in (columns_of, parts_of):
+        chain, rows = Chain(apart), torch.linspace(-1, 1, 3 * 68, device=DEVICE).view(1, 3, 68).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x):
+            chain(rows).square().sum().backward()
+        found.append([rows.grad, *(p.grad for p in chain.parameters())])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -171,6 +171,18 @@ def test_no_more_blocks_are_recomputed_than_must_be(capsys):
     assert "It does not fit" in run(capsys, *argv, *line.split()[:3], str(count - 1))[1]
 
 
+@pytest.mark.parametrize(
+    "more", [["--global-batch-size", "4"], ["--recompute-granularity", "selective", "--recompute-num-layers", "4"]]
+)
+def test_what_it_advises_it_takes(more, capsys):
+    argv = "--preset", "8B", "--gpu", "60", *more
+    lines = run(capsys, *argv)[1].splitlines()
+    flags = lines[lines.index("The cheapest that fits:") + 1].split("  ")[1].split()
+    status, out, _ = run(capsys, *argv, *flags)
+    assert status == 0 and "It fits" in out
+    assert "None" not in "".join(lines)
+
+
 def test_what_fits_is_told_so(capsys):
     status, out, _ = run(capsys, "--gpu", "8")
     assert status == 0 and "It fits, with 6.9 GiB to spare" in out and "--step-in-backward" not in out

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice, master_in_gradient, master_of, put_from_gradient, store_master
-from onepass.gradients.adamw_stepper import AdamWStepper, check_options
+from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
 from onepass.gradients.buckets import Bucket
 from onepass.gradients.gathered_weights import (
     GatheredWeights,
@@ -175,8 +175,7 @@ class AdamW(torch.optim.Optimizer):
         """
         main_grads = self._main_grads
         main_grads.check_finished("step()")
-        if max_norm is not None and (not isinstance(max_norm, int | float) or not max_norm >= 0):
-            raise ValueError(f"max_norm must be a number of 0 or more, or None, but is {max_norm!r}")
+        check_max_norm(max_norm)
         self._follow()
         if max_norm is None:
             norm = None

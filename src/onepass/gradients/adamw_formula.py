@@ -40,16 +40,18 @@ class AdamWSlice(NamedTuple):
     row: int  # the parameter's place in its stepper's count of steps
     scale: Tensor | None = None  # of moments in 8 bits
     scale_sq: Tensor | None = None
+    first: int = 0  # its first number's place in this rank's part of the parameter
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return *self[:5], self.scale, self.scale_sq
 
     def part(self, start: int, stop: int) -> AdamWSlice:
-        weight, grad, exp_avg, exp_avg_sq, rest = (None if each is None else each[start:stop] for each in self[:5])
+        weight, grad, exp_avg, exp_avg_sq = (each[start:stop] for each in self[:4])
+        rest = None if self.rest is None else self.rest[start:stop]
         blocks = slice(start // BLOCK, ceil_div(stop, BLOCK))
-        scales = (None if each is None else each[blocks] for each in (self.scale, self.scale_sq))
-        return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, rest, self.row, *scales)  # type: ignore[arg-type]
+        scale, scale_sq = (None if each is None else each[blocks] for each in (self.scale, self.scale_sq))
+        return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, rest, self.row, scale, scale_sq, self.first + start)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return both in fp32: copies of what is stored in fewer bits."""
@@ -63,12 +65,12 @@ class AdamWSlice(NamedTuple):
             _put(self.exp_avg, exp_avg)
             _put(self.exp_avg_sq, exp_avg_sq)
             return
-        draws = None
+        draws: tuple[Tensor | None, Tensor | None] = (None, None)
         if step is not None:
-            first = int(self.exp_avg_sq.storage_offset())
-            draws = draws_of(torch.arange(first, first + exp_avg.numel(), device=exp_avg.device), step)
-        encode(exp_avg, self.exp_avg, self.scale)
-        encode_sq(exp_avg_sq, self.exp_avg_sq, self.scale_sq, draws)
+            places = torch.arange(self.first, self.first + exp_avg.numel(), device=exp_avg.device)
+            draws = draws_of(places, self.row, step)
+        encode(exp_avg, self.exp_avg, self.scale, draws[0])
+        encode_sq(exp_avg_sq, self.exp_avg_sq, self.scale_sq, draws[1])
 
     @property
     def split(self) -> bool:

@@ -1,9 +1,9 @@
 """AdamW's kernels and their launches: one launch over many parameters, of which each program steps a chunk.
 
-A chunk is a row of a table: its offsets in the weights, the gradients and the state, its length and its parameter. A second table
-has a row for each parameter, the scalars that follow from its group's options and from the number of its steps. A first launch
-computes them in fp64 at each step: nothing depends on the host, and no number is compiled in. `adamw_formula.py` says how masters
-are stored.
+A chunk is a row of a table: its offsets in the weights, the gradients and the state, its length, its parameter and its place in
+that. A second table has a row for each parameter, the scalars that follow from its group's options and from the number of its
+steps. A first launch computes them in fp64 at each step: nothing depends on the host, and no number is compiled in.
+`adamw_formula.py` says how masters are stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice
-from onepass.gradients.eight_bit_kernels import decode, decode_sq, encode, encode_sq
+from onepass.gradients.eight_bit_kernels import decode, decode_sq, draws, encode, encode_sq
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.releasable_storage import storage_id
 from onepass.kernels import layout
@@ -31,7 +31,7 @@ _ROWS = 32  # of a program that computes them: one a thread
 _CHUNK, _WARPS = 16384, 4
 _WIDE, _NARROW = 512, 1024  # values of a block: 16 bytes of fp32 a thread, and where all tensors have 16 bits, as many of those
 _MULTIPLE = 8  # 16-bit values in 16 bytes
-_PLACES = 5  # numbers in a chunk's row
+_PLACES = 6  # numbers in a chunk's row
 
 
 # ---- kernels ----
@@ -135,9 +135,10 @@ def _adamw_kernel(
         master = tl.fma(-decay, master, master) - step
 
         if SCALED:
-            count = tl.load(row + 11).to(tl.int32)
-            exp_avg, scale = encode(exp_avg)
-            exp_avg_sq, scale_sq = encode_sq(exp_avg_sq, state, count)
+            place = tl.load(chunk + 5).to(tl.int32) + at
+            draw, draw_sq = draws(place, tl.load(chunk + 4).to(tl.int32), tl.load(row + 11).to(tl.int32))
+            exp_avg, scale, finite = encode(exp_avg, draw)
+            exp_avg_sq, scale_sq = encode_sq(exp_avg_sq, finite, draw_sq)
             tl.store(scale_ptr + scale_at, scale, mask=scaled)
             tl.store(scale_sq_ptr + scale_at, scale_sq, mask=scaled)
         tl.store(exp_avg_ptr + state, exp_avg, mask=inside)
@@ -219,7 +220,7 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
         places = [layout.distance(mine, base) for mine, base in zip(stretch[:3], first[:3], strict=True)]
         for start in range(0, stretch.weight.numel(), _CHUNK):
             size = min(_CHUNK, stretch.weight.numel() - start)
-            chunks.append([*(place + start for place in places), size, stretch.row])
+            chunks.append([*(place + start for place in places), size, stretch.row, stretch.first + start])
             source_of.append(source)
     weight = first.weight.view(torch.int16) if first.split else first.weight
     table, which = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))

@@ -41,7 +41,7 @@ class AdamWStepper:
                     f"{stretch.weight.numel()} numbers is on {stretch.weight.device} by now: make the "
                     "optimizer after moving the model"
                 )
-        self.stretches, self.batches = stretches, batches_of(stretches)
+        self.stretches, self.batches = stretches, batches_of(each for each in stretches if each.weight.numel())
         rows = [(row, self.group_of[row]) for row in dict.fromkeys(stretch.row for stretch in stretches)]
         self.rows = torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(self.device)
 
@@ -119,3 +119,8 @@ def check_options(group: Mapping[str, Any]) -> None:
     for beta in group["betas"]:
         if not isinstance(beta, Tensor) and not 0 <= beta < 1:
             raise ValueError(f"betas must be at least 0 and below 1, but are {tuple(group['betas'])}")
+
+
+def check_max_norm(max_norm: float | None) -> None:
+    if max_norm is not None and (not isinstance(max_norm, int | float) or not max_norm >= 0):
+        raise ValueError(f"max_norm must be a number of 0 or more, or None, but is {max_norm!r}")

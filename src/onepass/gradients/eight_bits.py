@@ -7,9 +7,10 @@
 A block's moments differ by orders of magnitude, and an update divides by the root of the second. Powers give each number much
 the same relative error over that range (docs/notes/0012 compares other codes), and codes are roots of roots: no table is read.
 
-exp_avg is rounded to nearest. A second moment changes by 1 - beta2 a step, less than half a code: rounded to nearest it would
-stand still. Its code is drawn from the two beside it, so that its mean is right. The draw is a hash of the place and the step:
-the same steps have the same bits.
+A number's code is drawn from the two beside it, so that its mean is right. Rounded to nearest small ones would stand still: a
+second moment changes by 1 - beta2 a step, less than half a code, and a first moment below code 19 by less than half a code of its
+own, so that a weight whose gradient has become 0 would go on for ever. The draws are a hash of the place in the parameter, the
+parameter and the step: the same steps have the same bits, on every rank that has the parameter.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ BLOCK = 256
 MOST, MOST_SQ = 127, 255  # codes
 _NAN = -128
 _LARGEST = torch.finfo(torch.float32).max
+_BITS = 0xFFFFFFFF
 
 
 def blocks_of(x: Tensor) -> Tensor:
@@ -35,52 +37,52 @@ def decode(codes: Tensor, scale: Tensor) -> Tensor:
     return values
 
 
-def encode(values: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Write codes and scale of exp_avg. values are fp32, whole blocks."""
+def encode(values: Tensor, codes: Tensor, scale: Tensor, draws: Tensor | None = None) -> None:
+    """Write codes and scale of exp_avg. values are fp32, whole blocks. draws: a number from 0 to 1 for each, which chooses
+    between two codes. None rounds to nearest, so that what was decoded has its codes again."""
     rows = blocks_of(values)
     finite = rows.isfinite()
     rows = rows.masked_fill(~finite, 0.0)
-    most = rows.abs().amax(1, keepdim=True)
-    root = _ratio(rows.abs(), most).sqrt_().sqrt_()
-    rounded = root.mul_(MOST).round_() * rows.sign()
-    blocks_of(codes).copy_(rounded.masked_fill_(~finite, _NAN))
+    ratio, most = _ratios(rows.abs())
+    code = _drawn(ratio, ratio.sqrt().sqrt_().mul_(MOST), MOST, 4, draws)
+    blocks_of(codes).copy_((code * rows.sign()).masked_fill_(~finite, _NAN))
     scale.view(-1, 1).copy_(most)
 
 
 def decode_sq(codes: Tensor, scale: Tensor) -> Tensor:
     """Return exp_avg_sq in fp32, in the codes' shape."""
-    values = _eighth_power(codes.float().div_(MOST_SQ))
+    values = codes.float().div_(MOST_SQ).pow_(8)
     return blocks_of(values).mul_(scale.view(-1, 1)).view_as(values)
 
 
 def encode_sq(values: Tensor, codes: Tensor, scale: Tensor, draws: Tensor | None = None) -> None:
-    """Write codes and scale of exp_avg_sq. draws: a number from 0 to 1 for each, which chooses between two codes. None rounds to
-    nearest, so that what was decoded has its codes again."""
-    rows = blocks_of(values).nan_to_num(0.0, posinf=_LARGEST)
-    most = rows.amax(1, keepdim=True)
-    ratio = _ratio(rows, most)
-    root = ratio.sqrt().sqrt_().sqrt_().mul_(MOST_SQ)
-    if draws is None:
-        code = root.round_()
-    else:
-        code = root.floor_().clamp_(max=MOST_SQ - 1)
-        low, high = (_eighth_power((code + more) / MOST_SQ) for more in (0, 1))
-        code += (ratio - low) > draws.view_as(ratio) * (high - low)
+    """Write codes and scale of exp_avg_sq, as `encode` does."""
+    ratio, most = _ratios(blocks_of(values).nan_to_num(0.0, posinf=_LARGEST))
+    code = _drawn(ratio, ratio.sqrt().sqrt_().sqrt_().mul_(MOST_SQ), MOST_SQ, 8, draws)
     blocks_of(codes).copy_(torch.where(ratio > 0, code.clamp_(min=1), 0.0))
     scale.view(-1, 1).copy_(most)
 
 
-def draws_of(place: Tensor, step: Tensor) -> Tensor:
-    """Return a number from 0 to 1, 1 not included, of each place and a step."""
-    x = (place + step.long() * 0x9E3779B1) & 0xFFFFFFFF
+def _ratios(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return magnitudes over their block's largest, and that."""
+    most = rows.amax(1, keepdim=True)
+    return torch.where(most > 0, rows / most, 0.0), most
+
+
+def _drawn(ratio: Tensor, root: Tensor, most: int, power: int, draws: Tensor | None) -> Tensor:
+    """Return the codes of ratios, whose roots are in units of codes."""
+    if draws is None:
+        return root.round_()
+    code = root.floor_().clamp_(max=most - 1)
+    low, high = ((code + more).div_(most).pow_(power) for more in (0, 1))
+    return code + ((ratio - low) > draws.view_as(ratio) * (high - low))
+
+
+def draws_of(place: Tensor, row: int, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two numbers from 0 to 1, 1 not included, of each place in the parameter of this row, and a step."""
+    x = (place + step.long() * 0x9E3779B1 + row * 0x85EBCA6B) & _BITS
     for factor in (0x7FEB352D, 0x2C1B3C6D):
-        x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
-    return (x >> 8).float() * 2.0**-24
-
-
-def _ratio(rows: Tensor, most: Tensor) -> Tensor:
-    return torch.where(most > 0, rows / most, 0.0)
-
-
-def _eighth_power(x: Tensor) -> Tensor:
-    return x.square().square_().square_()
+        x = ((x ^ (x >> 16)) * factor) & _BITS
+    x = x ^ (x >> 16)
+    first, second = ((each >> 9).float() * 2.0**-23 for each in (x, x * 0x9E3779B1 & _BITS))
+    return first, second

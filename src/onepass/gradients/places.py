@@ -120,6 +120,9 @@ def place_of(x: Tensor) -> Place | None:
 
 
 def empty_gradient(x: Tensor, place: Place | None) -> Tensor:
-    """In backward, return memory for x's gradient: in its place, where it lies as x does, or contiguous."""
+    """In backward, return memory for x's gradient: its place, if that lies as x does, or contiguous. An x that hooks have
+    unpacked, as those of an offload, may lie otherwise than in forward."""
     taken = None if place is None else place()
-    return torch.empty_like(x, memory_format=torch.contiguous_format) if taken is None else taken.view(x.shape)
+    if taken is not None and (laid := taken.view(x.shape)).stride() == x.stride():
+        return laid
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice
-from onepass.gradients.adamw_stepper import AdamWStepper, check_options
+from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options
 from onepass.gradients.releasable_storage import storage_id
@@ -33,7 +33,8 @@ from onepass.runtime.sizes import ceil_div
 _ALIGNED = BLOCK  # numbers: where a parameter's state begins
 _BYTES = 32  # a gradient's address modulo this decides how it is read
 _MOMENTS = "exp_avg", "exp_avg_sq"
-_SCALES = "exp_avg_scale", "exp_avg_sq_scale"  # of moments in 8 bits
+_CODES = "exp_avg_code", "exp_avg_sq_code"  # of moments in 8 bits; other optimizers don't take them for moments
+_SCALES = "exp_avg_scale", "exp_avg_sq_scale"
 _LOW = "low"  # the lower 16 bits of a bf16 weight's master
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.int8, None: None}  # of moments
 
@@ -46,15 +47,19 @@ class _Shard:
     state: dict[str, Tensor]
     row: int  # the parameter's place in its stepper's count of steps
 
+    @property
+    def coded(self) -> bool:
+        return _CODES[0] in self.state
+
     def slice(self, grad: Tensor) -> AdamWSlice:
         get = self.state.get
-        moments = self.state["exp_avg"], self.state["exp_avg_sq"]
-        return AdamWSlice(self.weight, grad, *moments, get(_LOW), self.row, get("exp_avg_scale"), get("exp_avg_sq_scale"))
+        exp_avg, exp_avg_sq = (self.state[name] for name in (_CODES if self.coded else _MOMENTS))
+        return AdamWSlice(self.weight, grad, exp_avg, exp_avg_sq, get(_LOW), self.row, get(_SCALES[0]), get(_SCALES[1]))
 
     def load(self, theirs: dict[str, Tensor]) -> None:
         """Copy a state, or begin anew without one. Moments that are stored otherwise are converted. Without "low", masters are
         the weights."""
-        converted = bool(theirs) and (_SCALES[0] in theirs) != (_SCALES[0] in self.state)
+        converted = bool(theirs) and (_CODES[0] in theirs) != self.coded
         for name, mine in self.state.items():
             if name in theirs and (name == _LOW or not converted):
                 mine.copy_(theirs[name])
@@ -70,12 +75,12 @@ class _Tables:
 
     def __init__(self) -> None:
         self.steppers: dict[torch.device, AdamWStepper] = {}
-        self.layout: list[tuple[int, int, int, int]] = []  # of the gradients: weight, storage, offset, alignment
+        self.layout: list[tuple[Any, ...]] = []  # of the gradients: weight, type, storage, offset, alignment
 
     def step(
         self, groups: list[dict[str, Any]], given: list[tuple[_Shard, Tensor]], norm: Tensor | None, max_norm: float | None
     ) -> None:  # fmt: skip
-        self._lay([(shard, grad) for shard, grad in given if grad.numel()])
+        self._lay(given)
         for stepper in self.steppers.values():
             stepper.run(groups, norm, max_norm, False)
             # gradients' memory is the caller's to free
@@ -89,7 +94,8 @@ class _Tables:
         layout = []
         for shard, grad in given:
             number, first = firsts.setdefault(storage_id(grad), (len(firsts), int(grad.storage_offset())))
-            layout.append((shard.weight.data_ptr(), number, int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES))
+            place = int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES
+            layout.append((shard.weight.data_ptr(), grad.dtype, number, *place))
         for device, stepper in self.steppers.items():
             mine = [stretch for stretch in stretches if stretch.exp_avg.device == device]
             (stepper.move_gradients if layout == self.layout else stepper.lay)(mine)
@@ -136,7 +142,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         # torch's own options too: a checkpoint of one is one of the other
         defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
         self._made = False
-        super().__init__(params, defaults | {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # copies, as torch's own changes the caller's groups
+        given: Any = [dict(each) if isinstance(each, dict) else each for each in params]
+        super().__init__(given, defaults | {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made = True
         self._check_groups(self.param_groups)
         self._moments: dict[Tensor, str | None] = {}
@@ -187,11 +195,12 @@ class ShardedAdamW(torch.optim.Optimizer):
                 if device not in tables.steppers:
                     tables.steppers[device] = AdamWStepper(device, self.param_groups)
             sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part in parts]
-            types = dict(zip(_MOMENTS, (moments, torch.uint8 if moments is torch.int8 else moments), strict=True))
+            coded = moments is torch.int8
+            types = dict(zip(_CODES, (moments, torch.uint8), strict=True)) if coded else dict.fromkeys(_MOMENTS, moments)
             if self._masters and dtype is torch.bfloat16:
                 types[_LOW] = torch.int16
             flat = {name: torch.zeros(sum(sizes), dtype=each, device=device) for name, each in types.items()}
-            scales = {name: torch.zeros(sum(sizes) // BLOCK, device=device) for name in _SCALES if moments is torch.int8}
+            scales = {name: torch.zeros(sum(sizes) // BLOCK, device=device) for name in _SCALES if coded}
             begin = 0
             for (parameter, part), size in zip(parts, sizes, strict=True):
                 state = {name: each[begin : begin + part.numel()] for name, each in flat.items()}
@@ -204,8 +213,8 @@ class ShardedAdamW(torch.optim.Optimizer):
     def _type_of(self, parameter: Tensor, part: Tensor) -> torch.dtype:
         """The type of a parameter's moments."""
         moments = _TYPES[self._moments[parameter]] or part.dtype
-        if moments is torch.int8 and (part.dim() < 2 or part.shape[-1] % BLOCK):
-            return torch.float32
+        if moments is torch.int8 and (part.dim() < 2 or parameter.shape[-1] % BLOCK or part.shape[-1] != parameter.shape[-1]):
+            return torch.float32  # blocks are of whole rows, so that all ranks divide alike
         return moments
 
     def _adopt(self) -> None:
@@ -215,7 +224,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             self.state[parameter] = {"step": self._step_of(parameter, shard), **state}
 
     def _step_of(self, parameter: Tensor, shard: _Shard) -> Tensor:
-        return self._tables[parameter].steppers[shard.state["exp_avg"].device].counts[shard.row]
+        device = next(iter(shard.state.values())).device
+        return self._tables[parameter].steppers[device].counts[shard.row]
 
     # ---- a step ----
 
@@ -238,12 +248,20 @@ class ShardedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_max_norm(max_norm)
+        if any(parameter not in self._rows for parameter in self._parameters()):
+            raise RuntimeError(
+                "the groups' parameters are others than when ShardedAdamW was made, as accelerate's FSDP2 and DeepSpeed replace "
+                "them: make it after fully_shard, or after what wraps the model"
+            )
         if self._in_backward is not None:
             if max_norm is not None or norm is not None:
                 raise ValueError("max_norm must be given as StepInBackward(max_norm=...), as backward has stepped already")
             found = self._in_backward.finish()
             return found if closure is None else loss
-        if norm is None and max_norm is not None:
+        if max_norm is None:
+            norm = None
+        elif norm is None:
             norm = self.norm()
         self.step_some(list(self._rows), norm, max_norm)
         return norm if closure is None else loss
@@ -258,6 +276,11 @@ class ShardedAdamW(torch.optim.Optimizer):
                 continue
             shard = self._shards[parameter]
             if _local(parameter).data_ptr() != shard.weight.data_ptr():  # as after module.to
+                if parameter.dtype is not shard.weight.dtype:
+                    raise RuntimeError(
+                        f"parameters must keep the type that they had when their optimizer was made, {shard.weight.dtype}, but "
+                        f"one is {parameter.dtype} by now: make the optimizer after converting the model"
+                    )
                 shard.weight = _part(parameter).view(-1)
             given.setdefault(self._tables[parameter], []).append((shard, _grad_part(parameter)))
         for tables, some in given.items():
@@ -293,7 +316,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 p: state["state"][number] for p, number in zip(self._rows, numbers, strict=True) if number in state["state"]
             }
             for parameter, theirs in loaded.items():
-                for name in _MOMENTS:
+                for name in _CODES if _CODES[0] in theirs else _MOMENTS:
                     if theirs[name].shape != parameter.shape:
                         shape = tuple(theirs[name].shape)
                         raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
@@ -302,7 +325,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             for parameter, shard in self._shards.items():
                 theirs = loaded.get(parameter, {})
                 self._step_of(parameter, shard).fill_(theirs.get("step", 0))
-                kept = (name for name in (*_MOMENTS, *_SCALES, _LOW) if name in theirs)
+                kept = (name for name in (*_MOMENTS, *_CODES, *_SCALES, _LOW) if name in theirs)
                 shard.load({name: _part(_placed_as(theirs[name], parameter)).reshape(-1) for name in kept})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

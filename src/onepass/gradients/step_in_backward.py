@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.gradients.adamw_stepper import check_max_norm
 from onepass.runtime.sharding import has_dtensor
 
 _PART = 1 << 26  # numbers: 128 MiB of gradients in bf16, and few launches
@@ -33,8 +34,7 @@ class StepInBackward:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and (not isinstance(self.max_norm, int | float) or not self.max_norm >= 0):
-            raise ValueError(f"max_norm must be a number of 0 or more, or None, but is {self.max_norm!r}")
+        check_max_norm(self.max_norm)
 
 
 class _Optimizer(Protocol):

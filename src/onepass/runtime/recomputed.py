@@ -31,14 +31,17 @@ class _Recomputed:
         self.make, self.backend = make, current_backend()
         self.storage = tensor.untyped_storage()._cdata  # the tensor lives as long as these hooks are in force
         device = tensor.device.type
-        self.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # those of a block around, which get the others
+        self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        # those of a block around, which get the others
+        self.outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.parts = self.left = 0
         self.made: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata != self.storage:
-            return tensor if self.outer is None else self.outer[0](tensor)
+            if self.outer is not None:
+                return self.outer[0](tensor)
+            return tensor if tensor.grad_fn is None else tensor.detach()  # an op's own result would hold itself
         self.parts += 1
         return _Part(tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -55,8 +58,7 @@ class _Recomputed:
     def _made(self) -> Tensor:
         """Run as forward did: by the same backend, and in its types."""
         backend: Any = nullcontext() if current_backend() == self.backend else use_backend(self.backend)
-        device, dtype = self.autocast or ("cpu", None)
-        with backend, torch.no_grad(), torch.autocast(device, dtype) if self.autocast else nullcontext():
+        with backend, torch.no_grad(), torch.autocast(*self.autocast):
             return self.make()
 
 

@@ -21,6 +21,7 @@ _ALIASES = {"seq_length": ("--seq",)}
 _MOMENTS = ("fp32", "bf16", "8bit")  # the larger ones first
 _GRANULARITIES = (None, "selective", "full")
 _GIB = 1 << 30
+_NOT_YET = "not in onepass train yet"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ class PlannedRun(NamedTuple):
 
 
 class Change(NamedTuple):
-    """PlannedRun that lower a step's memory, and what they cost."""
+    """Settings that lower a step's memory, and what they cost."""
 
     values: dict[str, Any]
     cost: str = ""
@@ -156,7 +157,13 @@ def _advice(settings: PlannedRun, plan: MemoryPlan, step: StepMemory, gpu: int) 
     for change in changes:
         yield _line(change, plan.of_step(*change.apply(settings), gpu), gpu)
     blocks = settings.config.num_layers
-    chosen = _together(changes, blocks, lambda change: plan.of_step(*change.apply(settings), gpu).total + OUTSIDE <= gpu)
+
+    def fits(change: Change) -> bool:
+        changed = change.apply(settings)
+        several = changed.optimizer.step_in_backward and plan.microbatches(changed.options) > 1
+        return not several and plan.of_step(*changed, gpu).total + OUTSIDE <= gpu
+
+    chosen = _together(changes, blocks, fits)
     yield ""
     if chosen is None:
         yield "All of these together do not fit. What is left are more GPUs: --tensor-model-parallel-size, with --ranks."
@@ -178,18 +185,19 @@ def _changes(settings: PlannedRun, plan: MemoryPlan) -> Iterator[Change]:
     if plan.data > 1 and not options.use_distributed_optimizer:
         yield Change({"use_distributed_optimizer": True}, "the same bytes sent, in two parts")
     if not optimizer.step_in_backward and plan.microbatches(options) == 1:
-        yield Change({"step_in_backward": True}, "one microbatch a step")
+        yield Change({"step_in_backward": True}, f"one microbatch a step; {_NOT_YET}")
     for moments in _MOMENTS[_MOMENTS.index(optimizer.optimizer_moments) + 1 :]:
-        yield Change({"optimizer_moments": moments}, "moments are rounded")
+        yield Change({"optimizer_moments": moments}, f"moments are rounded; {_NOT_YET}")
     for granularity in _GRANULARITIES[_GRANULARITIES.index(config.recompute_granularity) + 1 :]:
         share = recomputed_share(config.replace(recompute_granularity=granularity, recompute_num_layers=None), options.seq_length)
-        yield Change({"recompute_granularity": granularity}, f"{share:.0%} more arithmetic than without")
+        every = {} if config.recompute_num_layers is None else {"recompute_num_layers": config.num_layers}
+        yield Change({"recompute_granularity": granularity, **every}, f"{share:.0%} more arithmetic than without")
     size = options.micro_batch_size // 2
     while size:
         yield Change({"micro_batch_size": size}, "smaller products")
         size //= 2
     if not optimizer.offload_optimizer:
-        yield Change({"offload_optimizer": True}, "masters and moments cross PCIe in each step")
+        yield Change({"offload_optimizer": True}, f"masters and moments cross PCIe in each step; {_NOT_YET}")
 
 
 def _together(changes: Iterable[Change], blocks: int, fits: Callable[[Change], bool]) -> Change | None:

@@ -91,6 +91,7 @@ OTHERS = {  # computed otherwise: left alone
     "weights squared": {"weigh": lambda self, chosen: chosen.square()},
     "the least": {"k": 1, "choose": lambda self, scores: (scores + self.bias).argmin(-1, keepdim=True)},  # all weights alike
     "noise in training": {"scores": lambda self, logits: (logits + torch.rand_like(logits) * self.training).sigmoid()},
+    "noise in evaluation": {"scores": lambda self, logits: (logits + logits.flip(1) * (not self.training)).sigmoid()},
     "two results": {"forward": lambda self, x: Router.forward(self, x)[:2]},
 }
 
@@ -116,7 +117,8 @@ MUTANTS = {
         "if scale",
         "weights squared",
     ),
-    "a trial in evaluation": ("_Trial.match", "training=True", "training=False", "noise in training"),
+    "a trial in evaluation": ("_Trial.match", "(True, False)", "(False, False)", "noise in training"),
+    "a trial in training": ("_Trial.match", "(True, False)", "(True, True)", "noise in evaluation"),
 }
 
 
@@ -151,3 +153,13 @@ def test_bf16_tokens_have_fp32_logits_and_the_buffers_bias():
     same = copy.deepcopy(match.module)
     same.bias.add_(torch.arange(16.0).bfloat16())
     assert not torch.equal(chosen.sort().values, find_router(same)(x, None)[2].sort().values)
+
+
+def test_weights_that_the_code_casts_have_the_tokens_type():
+    cast = changed(
+        forward=lambda self, x: tuple(each.to(x.dtype) if i == 1 else each for i, each in enumerate(Router.forward(self, x)))
+    )
+    match = find_router(cast)
+    assert match.wide == (True, False)
+    logits, weights, _ = match(torch.randn(3, 8, dtype=torch.bfloat16), None)
+    assert (logits.dtype, weights.dtype) == (torch.float32, torch.bfloat16)

@@ -188,8 +188,8 @@ def apply(
             grouped GEMMs, with the router's weights in the activation's pass.
         rope: rotation of q and k in one launch.
         loss: the loss of hidden states and the head's weight, without logits, in training with labels. There the output's
-            `logits` are empty. Without labels, in evaluation and in generation they are unchanged. With it, the gradients of
-            embeddings.
+            `logits` are empty. Without labels, in evaluation and in generation they are unchanged. With it, gradients of
+            embeddings, in one pass that has no second derivative.
         qkv: queries, keys and values by one product, and causal convolutions as one op. With `rope`, causal attention runs as one
             op. Packed documents, padding, windows, softcaps and sinks are its options, in place of masks.
         main_grad: accumulate gradients in fp32 in the ops that compute them. `.grad` stays None; `Applied.optimizer` reads the

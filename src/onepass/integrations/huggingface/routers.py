@@ -67,7 +67,7 @@ class RouterMatch:
         if self.choice_bias is not None:
             choice_bias = self.module._buffers[self.choice_bias]
         routing = route(logits, bias=choice_bias, **self.options._asdict())
-        weights = routing.weights if self.wide[1] else routing.weights.to(logits.dtype)
+        weights = routing.weights if self.wide[1] else routing.weights.to(hidden_states.dtype if self.wide[0] else logits.dtype)
         results = {"logits": logits, "weights": weights, "chosen": routing.chosen}
         return tuple(results[name] for name in self.results)
 
@@ -108,9 +108,14 @@ class _Trial:
         values = {self.weight: nn.Parameter(weight)} | ({} if self.bias is None else {self.bias: nn.Parameter(bias)})
         buffers = {} if self.buffer is None else {self.buffer: choice_bias}
         sizes = {name: columns for name, value in vars(self.module).items() if type(value) is int and value == self.hidden}
-        made = probe(self.module, {}, _parameters=values, _buffers=buffers, training=True, **sizes)
-        found = probe_forward(made, x, *([choice_bias] if self.passed else []))
-        if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, Tensor) for each in found):
+        modes = []
+        for training in (True, False):
+            made = probe(self.module, {}, _parameters=values, _buffers=buffers, training=training, **sizes)
+            found = probe_forward(made, x, *([choice_bias] if self.passed else []))
+            if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, Tensor) for each in found):
+                return None
+            modes.append(found)
+        if not all(map(torch.equal, *modes)):
             return None
         logits = x @ weight.t() + bias
         results = self._results(found, logits)
