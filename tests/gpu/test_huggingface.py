@@ -54,7 +54,8 @@ def experts_step(module, x, chosen, weights, dy):
 def test_other_losses_as_near_as_eager(kind):
     exact = test_loss_kinds.made(kind).cuda()
     model, plain = (copy.deepcopy(exact).bfloat16() for _ in range(2))
-    assert [row.by for row in huggingface.apply(model).rows if row.part == "loss"] == ["linear_cross_entropy"]
+    by = [row.by for row in huggingface.apply(model).rows if row.part == "loss" and row.by != "embedding"]
+    assert by == ["linear_cross_entropy"]
     given = {name: value.cuda() for name, value in test_loss_kinds.inputs(kind).items()}
     narrow = {name: value.bfloat16() if value.is_floating_point() else value for name, value in given.items()}
     found, eager, expected = step(model, **narrow), step(plain, **narrow), step(exact, **given)
