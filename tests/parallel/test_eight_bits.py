@@ -272,13 +272,13 @@ def test_a_group_has_its_own_kind():
 
 kernel, first, second = "_adamw_kernel", "(state_at + start) // SCALED + ", "tl.arange(0, BLOCK // SCALED)"
 MUTANTS = {
-    "another root": (eight_bit_kernels, "encode", "0.25", "0.5", "triton"),
+    "another root": (eight_bit_kernels, "encode", "draw, 4, 127", "draw, 8, 127", "triton"),
     "the scale of one row": (adamw_kernels, kernel, first + second, first + "0 * " + second, "triton"),
     "the sign is lost": (eight_bit_kernels, "decode", "root * tl.abs(root)", "root * root", "triton"),
     "the other scale": (adamw_kernels, kernel, "tl.load(scale_sq_ptr", "tl.load(scale_ptr", "triton"),
-    "always the lower code": (eight_bit_kernels, "encode_sq", "draw * (high - low)", "high - low", "triton"),
-    "always the lower code of exp_avg": (eight_bit_kernels, "encode", "draw * (high - low)", "high - low", "triton"),
-    "the nearer code of exp_avg": (eight_bit_kernels, "encode", "draw * (high - low)", "0.5 * (high - low)", "triton"),
+    "always the lower code": (eight_bit_kernels, "encode_sq", "draw, 8, 255", "1.0, 8, 255", "triton"),
+    "always the lower code of exp_avg": (eight_bit_kernels, "encode", "draw, 4, 127", "1.0, 4, 127", "triton"),
+    "the nearer code of exp_avg": (eight_bit_kernels, "encode", "draw, 4, 127", "0.5, 4, 127", "triton"),
     "one draw for all steps": (eight_bit_kernels, "draws", "step.to(tl.uint32) *", "0 *", "triton"),
     "one draw for all places": (adamw_kernels, kernel, "tl.int32) + at", "tl.int32) + 0 * at", "triton"),
     "torch: another block's scale": (adamw_formula, "AdamWSlice.part", "slice(start // BLOCK,", "slice(0,", "torch"),

@@ -30,7 +30,7 @@ class ModelReport:
         self.say(f"[bold]onepass {has['onepass']}[/] ({facts['commit'] or 'no checkout'}) on [bold]{escape(facts['device'])}[/]")
         self.say(
             f"torch {has['torch']}, triton {has['triton'] or 'not installed'}, transformers {has['transformers']}, "
-            f"{peers}; bf16, AdamW(fused=True), losses of {facts['steps']} steps\n"
+            f"{peers}; bf16, AdamW, losses of {facts['steps']} steps\n"
         )
 
     def begins(self, case: ModelCase, name: str) -> None:

@@ -42,10 +42,6 @@ class AdamWSlice(NamedTuple):
     scale_sq: Tensor | None = None
     first: int = 0  # its first number's place in this rank's part of the parameter
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return *self[:5], self.scale, self.scale_sq
-
     def part(self, start: int, stop: int) -> AdamWSlice:
         weight, grad, exp_avg, exp_avg_sq = (each[start:stop] for each in self[:4])
         rest = None if self.rest is None else self.rest[start:stop]

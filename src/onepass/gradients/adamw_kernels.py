@@ -203,7 +203,7 @@ def batches_of(stretches: Iterable[AdamWSlice]) -> list[AdamWBatch]:
 
 
 def _is_even(stretch: AdamWSlice) -> bool:
-    tensors = [t for t in stretch.tensors[:5] if t is not None]
+    tensors = [t for t in stretch[:5] if t is not None]
     return not stretch.weight.numel() % _MULTIPLE and not any(t.data_ptr() % (_MULTIPLE * t.element_size()) for t in tensors)
 
 
@@ -224,7 +224,8 @@ def _batch(alike: list[AdamWSlice], align: int) -> AdamWBatch:
             source_of.append(source)
     weight = first.weight.view(torch.int16) if first.split else first.weight
     table, which = (torch.tensor(each, dtype=torch.int64).to(first.weight.device) for each in (chunks, source_of))
-    return AdamWBatch((weight, *first.tensors[1:]), table, len(chunks), align, sources, which, _distances(sources))
+    tensors = weight, *first[1:5], first.scale, first.scale_sq
+    return AdamWBatch(tensors, table, len(chunks), align, sources, which, _distances(sources))
 
 
 def _distances(sources: list[Tensor]) -> list[int]:

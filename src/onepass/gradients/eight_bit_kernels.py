@@ -28,17 +28,14 @@ def encode(values, draw):
     finite = magnitude <= _LARGEST
     magnitude = tl.where(finite, magnitude, 0.0)
     scale = tl.max(magnitude, 1)
-    ratio = magnitude * _inverse(scale)[:, None]
-    code = tl.minimum(_below(_root(ratio, 0.25) * 127.0), 126.0)
-    low, high = _fourth_power(code * (1.0 / 127.0)), _fourth_power(code * (1.0 / 127.0) + 1.0 / 127.0)
-    code += tl.where(ratio - low > draw * (high - low), 1.0, 0.0)
+    code = _drawn(magnitude * _inverse(scale)[:, None], draw, 4, 127)
     code = tl.where(values < 0, -code, code)
     return tl.where(finite, _to_whole(code), -128).to(tl.int8), scale, finite
 
 
 @device_function
 def decode_sq(codes, scale):
-    return _eighth_power(_from_whole(codes) * (1.0 / 255.0)) * scale
+    return _power(_from_whole(codes) * (1.0 / 255.0), 8) * scale
 
 
 @device_function
@@ -47,10 +44,16 @@ def encode_sq(values, finite, draw):
     values = tl.where(finite, tl.minimum(values, _LARGEST), 0.0)
     scale = tl.max(values, 1)
     ratio = values * _inverse(scale)[:, None]
-    code = tl.minimum(_below(_root(ratio, 0.125) * 255.0), 254.0)
-    low, high = _eighth_power(code * (1.0 / 255.0)), _eighth_power(code * (1.0 / 255.0) + 1.0 / 255.0)
-    code += tl.where(ratio - low > draw * (high - low), 1.0, 0.0)
+    code = _drawn(ratio, draw, 8, 255)
     return _to_whole(tl.maximum(code, tl.where(ratio > 0, 1.0, 0.0))).to(tl.uint8), scale
+
+
+@device_function
+def _drawn(ratio, draw, POWER: tl.constexpr, MOST: tl.constexpr):
+    """Return one of the two codes beside each ratio's root, the upper one where draw is below the part that leads there."""
+    code = tl.minimum(_below(_root(ratio, 1.0 / POWER) * MOST), MOST - 1.0)
+    low, high = _power(code * (1.0 / MOST), POWER), _power(code * (1.0 / MOST) + 1.0 / MOST, POWER)
+    return code + tl.where(ratio - low > draw * (high - low), 1.0, 0.0)
 
 
 @device_function
@@ -97,15 +100,14 @@ def _root(x, exponent):
 
 
 @device_function
-def _fourth_power(x):
+def _power(x, POWER: tl.constexpr):
+    """The fourth or the eighth power."""
     square = x * x
-    return square * square
-
-
-@device_function
-def _eighth_power(x):
-    fourth = _fourth_power(x)
-    return fourth * fourth
+    fourth = square * square
+    if POWER == 4:
+        return fourth
+    else:
+        return fourth * fourth
 
 
 @device_function

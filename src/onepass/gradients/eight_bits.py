@@ -19,47 +19,46 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-MOST, MOST_SQ = 127, 255  # codes
+_MOST, _MOST_SQ = 127, 255  # codes
 _NAN = -128
 _LARGEST = torch.finfo(torch.float32).max
 _BITS = 0xFFFFFFFF
 
 
-def blocks_of(x: Tensor) -> Tensor:
+def _blocks_of(x: Tensor) -> Tensor:
     return x.view(-1, BLOCK)
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
     """Return exp_avg in fp32, in the codes' shape."""
-    root = codes.float().div_(MOST)
+    root = codes.float().div_(_MOST)
     values = root.square().square_() * root.sign()
-    values = torch.where(codes == _NAN, torch.nan, blocks_of(values).mul_(scale.view(-1, 1)).view_as(values))
-    return values
+    return torch.where(codes == _NAN, torch.nan, _blocks_of(values).mul_(scale.view(-1, 1)).view_as(values))
 
 
 def encode(values: Tensor, codes: Tensor, scale: Tensor, draws: Tensor | None = None) -> None:
     """Write codes and scale of exp_avg. values are fp32, whole blocks. draws: a number from 0 to 1 for each, which chooses
     between two codes. None rounds to nearest, so that what was decoded has its codes again."""
-    rows = blocks_of(values)
+    rows = _blocks_of(values)
     finite = rows.isfinite()
     rows = rows.masked_fill(~finite, 0.0)
     ratio, most = _ratios(rows.abs())
-    code = _drawn(ratio, ratio.sqrt().sqrt_().mul_(MOST), MOST, 4, draws)
-    blocks_of(codes).copy_((code * rows.sign()).masked_fill_(~finite, _NAN))
+    code = _drawn(ratio, ratio.sqrt().sqrt_().mul_(_MOST), _MOST, 4, draws)
+    _blocks_of(codes).copy_((code * rows.sign()).masked_fill_(~finite, _NAN))
     scale.view(-1, 1).copy_(most)
 
 
 def decode_sq(codes: Tensor, scale: Tensor) -> Tensor:
     """Return exp_avg_sq in fp32, in the codes' shape."""
-    values = codes.float().div_(MOST_SQ).pow_(8)
-    return blocks_of(values).mul_(scale.view(-1, 1)).view_as(values)
+    values = codes.float().div_(_MOST_SQ).pow_(8)
+    return _blocks_of(values).mul_(scale.view(-1, 1)).view_as(values)
 
 
 def encode_sq(values: Tensor, codes: Tensor, scale: Tensor, draws: Tensor | None = None) -> None:
     """Write codes and scale of exp_avg_sq, as `encode` does."""
-    ratio, most = _ratios(blocks_of(values).nan_to_num(0.0, posinf=_LARGEST))
-    code = _drawn(ratio, ratio.sqrt().sqrt_().sqrt_().mul_(MOST_SQ), MOST_SQ, 8, draws)
-    blocks_of(codes).copy_(torch.where(ratio > 0, code.clamp_(min=1), 0.0))
+    ratio, most = _ratios(_blocks_of(values).nan_to_num(0.0, posinf=_LARGEST))
+    code = _drawn(ratio, ratio.sqrt().sqrt_().sqrt_().mul_(_MOST_SQ), _MOST_SQ, 8, draws)
+    _blocks_of(codes).copy_(torch.where(ratio > 0, code.clamp_(min=1), 0.0))
     scale.view(-1, 1).copy_(most)
 
 

@@ -75,17 +75,17 @@ class RouterMatch:
 def find_router(module: nn.Module) -> RouterMatch | None:
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     buffers = {name: b for name, b in module._buffers.items() if b is not None}
-    wide = [name for name, p in parameters.items() if p.dim() == 2]
-    others = [name for name in parameters if name not in wide]
+    matrices = [name for name, p in parameters.items() if p.dim() == 2]
+    others = [name for name in parameters if name not in matrices]
     taken = len(parameters_of(module)) if not own_forward(module) else 0
-    if len(wide) != 1 or len(others) > 1 or len(buffers) > 1 or any(module.children()) or taken not in (1, 2):
+    if len(matrices) != 1 or len(others) > 1 or len(buffers) > 1 or any(module.children()) or taken not in (1, 2):
         return None
-    experts, hidden = parameters[wide[0]].shape
+    experts, hidden = parameters[matrices[0]].shape
     if any(tuple(each.shape) != (experts,) for each in (*(parameters[name] for name in others), *buffers.values())):
         return None
     if isinstance(module, nn.Linear) or (taken == 2 and buffers):
         return None
-    trial = _Trial(module, wide[0], next(iter(others), None), next(iter(buffers), None), experts, hidden, taken == 2)
+    trial = _Trial(module, matrices[0], next(iter(others), None), next(iter(buffers), None), experts, hidden, taken == 2)
     return trial.match()
 
 
