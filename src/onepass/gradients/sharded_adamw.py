@@ -138,6 +138,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         masters: bool = False,
         in_backward: bool | StepInBackward = False,
     ) -> None:
+        if not isinstance(in_backward, bool | StepInBackward):
+            raise TypeError(f"in_backward must be a bool or a StepInBackward, but is {in_backward!r}")
         self._masters = masters
         # torch's own options too: a checkpoint of one is one of the other
         defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
