@@ -166,7 +166,7 @@ def test_the_hooks_go_with_the_optimizer():
 def test_what_it_refuses(monkeypatch):
     with pytest.raises(ValueError, match="max_norm must be a number of 0 or more, or None, but is -1"):
         StepInBackward(max_norm=-1)
-    with pytest.raises(TypeError, match="in_backward must be a bool or a StepInBackward, but is 1.0"):
+    with pytest.raises(TypeError, match=r"in_backward must be a bool or a StepInBackward, but is 1\.0"):
         made("fp32", in_backward=1.0)
     _, optimizer = made("fp32", in_backward=StepInBackward())
     with pytest.raises(ValueError, match=r"max_norm must be given as StepInBackward\(max_norm=...\)"):
