@@ -62,7 +62,9 @@ def test_a_run_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr()
     assert "swiglu 33 x 40" in said.out
     assert "> onepass" in said.out
-    assert said.err == ""  # no progress bar where nobody watches
+    steps = said.err.splitlines()  # no bar where no terminal is, but a line a step
+    assert [step.split()[0] for step in steps] == [f"{at}/{len(steps)}" for at in range(1, len(steps) + 1)]
+    assert any("swiglu 33x40: onepass, checking" in step for step in steps), steps
 
 
 @pytest.mark.parametrize("op", registry.known_ops())

@@ -1,8 +1,9 @@
-"""Print the run: a table for each case as it is done. A progress bar follows on stderr, if that is a terminal."""
+"""Print the run: a table for each case as it is done. stderr has a progress bar, or a line a step if it is no terminal."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,10 +55,13 @@ class BenchReport:
     @contextmanager
     def ticking(self, steps: int) -> Iterator[Callable[[str], None]]:
         """Yield a function to be called at the beginning of each step."""
-        task = self.progress.add_task("", total=steps)
+        task, begun = self.progress.add_task("", total=steps), time.perf_counter()
 
         def tick(text: str) -> None:
             self.progress.update(task, advance=1, description=escape(text), refresh=True)
+            if self.progress.disable:
+                done = int(self.progress.tasks[task].completed)
+                print(f"{done}/{steps} {time.perf_counter() - begun:.0f} s {text}", file=sys.stderr, flush=True)
 
         self.progress.start()
         try:
