@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
@@ -43,16 +43,33 @@ _ENTERED = {  # what an import of `onepass` enters in a module's table
 _folder = tempfile.TemporaryDirectory(prefix="onepass_mutants_")  # Triton reads the source of kernels again, so it is kept
 
 
-class _Substitutes(importlib.abc.MetaPathFinder):
-    """Finds some modules in other files than their own."""
+@cache
+def _code_of(file: str) -> CodeType:
+    return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
 
-    def __init__(self, files: dict[str, Path]) -> None:
-        self.files = files
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles a file once, for all copies: no file of bytecode is looked for, read or missed."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return _code_of(self.path)
+
+
+class _Substitutes(importlib.abc.MetaPathFinder):
+    """Finds some modules in other files than their own, and others where the real package has found them."""
+
+    def __init__(self, files: dict[str, Path], real: dict[str, ModuleType]) -> None:
+        self.files, self.real = files, real
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.util.spec_from_file_location(name, self.files[name]) if name in self.files else None
+        if name in self.files:
+            return importlib.util.spec_from_file_location(name, self.files[name])
+        if name not in self.real:
+            return None
+        file, folders = str(self.real[name].__file__), getattr(self.real[name], "__path__", None)
+        return importlib.util.spec_from_file_location(name, loader=_Loader(name, file), submodule_search_locations=folders)
 
 
 def _ours(name: str) -> bool:
@@ -115,7 +132,7 @@ def _import_again(entry: ModuleType, sources: dict[str, str]) -> ModuleType:
         files[name].write_text(source)
     real = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
     safe = get_safe_globals()
-    finder = _Substitutes(files)
+    finder = _Substitutes(files, real)
     sys.meta_path.insert(0, finder)
     if entry.__name__ != "onepass" and "onepass" not in sources:  # only what the entry imports, a third of all
         package = sys.modules["onepass"] = ModuleType("onepass")
