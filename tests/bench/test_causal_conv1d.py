@@ -14,7 +14,7 @@ from torch import Tensor
 from onepass.bench import causal_conv1d
 from onepass.ops.convolution.causal_conv1d import causal_conv1d_reference
 
-given = partial(benching.given, causal_conv1d, (1, 1024, 512))
+given = partial(benching.given, causal_conv1d, (1, 128, 512))
 
 
 def _theirs(x: Tensor, weight: Tensor, bias: Any = None, seq_idx: Tensor | None = None, activation: Any = None) -> Tensor:
@@ -54,6 +54,7 @@ def test_every_contender_is_called_rightly(variant: str) -> None:
 
 
 def test_documents_are_looked_at() -> None:
-    case, inputs = given("documents")
-    whole = made(causal_conv1d, given("split")[0])
+    shape = (1, 1024, 512)  # of several documents
+    case, inputs = benching.given(causal_conv1d, shape, "documents")
+    whole = made(causal_conv1d, benching.given(causal_conv1d, shape, "split")[0])
     assert wrong(causal_conv1d, case, inputs, lambda *tensors: whole(*tensors[:2]))

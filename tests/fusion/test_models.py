@@ -479,13 +479,6 @@ def test_settings_that_do_not_go_together():
 
 
 @pytest.mark.slow
-def test_a_llama_block_by_inductor():
-    model = randomized(Block(), torch.float32)
-    x = torch.randn(2, 5, 16, requires_grad=True)
-    check(model, x, rtol=1e-3, atol=1e-4, compiler="inductor", inference=False)  # each graph takes a compiler half a minute
-
-
-@pytest.mark.slow
 def test_a_recommender_by_inductor():
     model = randomized(Recommender((8, 8)), torch.float32)
     dense, ids = dense_and_ids(model)

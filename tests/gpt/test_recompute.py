@@ -47,6 +47,7 @@ CASES = {
     "no positions": {"position_embedding_type": "none"},
     "no fusion": None,
 }
+PACKED = ("llama", "gpt-2, dropout", "dropout in attention", "experts", "eight bits", "two tokens more", "no fusion")
 IN_INTERPRETER = ("fp32", "experts", "eight bits", "gpt-2, dropout", "norms of heads")  # beside a llama
 PLAIN = ("attention_fusion", "bias_activation_fusion", "norm_linear_fusion", "norm_fusion", "apply_rope_fusion")
 
@@ -90,8 +91,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("packed", (False, True), ids=("whole", "packed"))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in CASES), *((name, True) for name in PACKED)])
 def test_the_bits_are_those_of_a_step_that_keeps_all(name, packed, backend):
     if backend == "triton":
         pytest.importorskip("triton")

@@ -127,10 +127,19 @@ def test_they_are_as_one_layer(recipe, norm, way):
         assert torch.equal(ours["scale"], theirs["scale"]) and torch.equal(ours["steps"], theirs["steps"])
 
 
-@pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.parametrize(
-    ("frozen", "biased"),
-    [*((frozen, True) for frozen in ("nothing", "weights", "the second", "biases", "norm")), ("nothing", False), ("norm", False)],
+    ("frozen", "biased", "residual"),
+    [
+        ("nothing", True, False),
+        ("weights", True, True),
+        ("weights", True, False),
+        ("the second", True, True),
+        ("biases", True, False),
+        ("norm", True, True),
+        ("norm", True, False),
+        ("nothing", False, True),
+        ("norm", False, True),
+    ],
 )
 def test_what_is_frozen_gets_nothing(frozen, residual, biased):
     one, several = (Layers(kind, "rms_norm", biased) for kind in (False, True))

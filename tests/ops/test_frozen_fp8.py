@@ -110,7 +110,7 @@ def test_several_are_one():
 
 
 @cases
-def test_modules_that_are_frozen_together(recipe, layouts):
+def test_modules_that_are_frozen_together(recipe, layouts, by_formula):
     """Each has its rows, and all together are the whole, whose memory they share; so are those that come from a file."""
     recipe, shape = RECIPES[recipe], ((32, 1), (16, 2), (48, 3))
     layers = [nn.Linear(K, rows, bias=False, device=DEVICE, dtype=BF16).requires_grad_(False) for rows, _ in shape]
@@ -152,7 +152,7 @@ def test_onepass_modules():
 
 
 @cases
-def test_under_checkpoint_and_hooks(recipe, layouts):
+def test_under_checkpoint_and_hooks(recipe, layouts, by_formula):
     frozen = onepass.freeze_weight(plain(), RECIPES[recipe], layouts=layouts)
 
     def rerun(x, weight, bias, **options):
@@ -175,9 +175,10 @@ def test_compiled(by_formula):
 WORLDS = PAIRS if DEVICE.type == "cpu" else PAIRS[1:]  # over gloo a GPU's tensors end the process at times
 
 
-@pytest.mark.parametrize("by_row", (False, True))
-@pytest.mark.parametrize("sequence", (False, True))
-@pytest.mark.parametrize("recipe", ("delayed", "row"))
+@pytest.mark.parametrize(
+    ("by_row", "sequence", "recipe"),
+    ((False, False, "delayed"), (False, True, "row"), (True, False, "row"), (True, True, "delayed")),
+)
 def test_ranks_have_parts(group, by_row, sequence, recipe):
     recipe, weight = RECIPES[recipe], plain(seed=group.rank())
     options = {"tp_group": group, "sequence_parallel": sequence, "reduce_output": by_row}

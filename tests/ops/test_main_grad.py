@@ -79,9 +79,9 @@ class Call:
 
 @by_both
 @samples
-@pytest.mark.parametrize("main", (FP32, BF16), ids=lambda t: f"main {t}")
-def test_16_bit_weights_gather_over_microbatches(main, sample, backend):
-    """Sums are in fp32, and rounded to main_grad's type at most."""
+def test_16_bit_weights_gather_over_microbatches(sample, backend):
+    """Sums are in fp32, and rounded to main_grad's type at most: bf16 in every third sample of a backend."""
+    main = BF16 if (SAMPLES.index(sample) + (backend == "torch")) % 3 == 0 else FP32
     call = Call(sample, backend, main, dtype=BF16)
     for t in call.parameters.values():
         t.main_grad.zero_()

@@ -89,16 +89,20 @@ def attempts(name, by):
         subject = subjects("triton" if by_kernels else "torch", device)[name]
         one = subject.names()[: 1 + (by == "compiled")][-1], Shard(0)
         ways = ways_of(subject) if by == "torch" else [one]
-        return {(argument, str(way)): attempt(subject, argument, way, by == "compiled") for argument, way in ways}
+        plain = subject.tensors()
+        expected = results(subject.run(*plain))
+        usual = plain, expected, subject.gradients(plain, expected)
+        return {(argument, str(way)): attempt(subject, usual, argument, way, by == "compiled") for argument, way in ways}
     finally:
         torch.set_default_device(device)
 
 
-def attempt(subject, argument, way, compiled):
-    """Return the errors of results and gradients, where both lie, and where the inputs do; or what was raised."""
-    plain = subject.tensors()
-    expected = results(subject.run(*plain))
-    grads = subject.gradients(plain, expected)
+def attempt(subject, usual, argument, way, compiled):
+    """Return the errors of results and gradients, where both lie, and where the inputs do; or what was raised.
+
+    `usual`: plain tensors, what the call makes of them, and its gradients.
+    """
+    plain, expected, grads = usual
     placements = [way if name == argument else Replicate() for name in subject.names()]
     given = [placed(t, placement) for t, placement in zip(plain, placements, strict=True)]
     call = torch.compile(subject.run, fullgraph=True, backend="aot_eager") if compiled else subject.run

@@ -164,7 +164,7 @@ def test_autocast(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ("Llama", "Qwen3", "Gemma2", "GPT2"))
+@pytest.mark.parametrize("family", ("Llama", "GPT2"))  # test_several.py compiles more, by kernels
 def test_compiled_as_one_graph(family):
     model, before, _ = both(family, **({} if family == "Llama" else {"num_hidden_layers": 1}))
     given = batch() | {"use_cache": False}

@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 import peft
 import transformers
-from integrations.huggingface.families import FAMILIES, MOE, VOCABULARY, assert_alike, batch, made, step
+from integrations.huggingface.families import MOE, VOCABULARY, assert_alike, batch, made, step
 from integrations.huggingface.test_wrapped_layers import with_lora
 from safetensors.torch import load_file
 
@@ -91,8 +91,8 @@ def test_a_layer_is_four_products_and_undo_gives_peft_back(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_replaced_as_without_adapters(family):
+@pytest.mark.parametrize("family", ("Llama", "Qwen2", "Gemma2", "Phi3", "GPT2", "GPTNeoX", "OPT", "Mixtral", "Cohere", "GptOss"))
+def test_a_family_is_replaced_as_without_adapters(family):
     """PEFT's layers change nothing of what is recognised, whether PEFT or onepass comes first."""
     plain = made(family, tie_word_embeddings=False)
     after, first = copy.deepcopy(plain), with_lora(copy.deepcopy(plain))

@@ -201,8 +201,7 @@ def alike(model, before, **given):
     assert_alike(step(model, **batch(), **given), step(before, **batch(), **given))
 
 
-@pytest.mark.parametrize("where", ("layer", "attention"))
-@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
+@pytest.mark.parametrize(("where", "compiled"), (("layer", False), ("attention", False), ("layer", True)))
 def test_a_mask_that_a_hook_adds(where, compiled):
     def windowed(module, args, options):
         return args, options | {"attention_mask": torch.ones(12, 12, dtype=torch.bool).tril().triu(-2)[None, None]}

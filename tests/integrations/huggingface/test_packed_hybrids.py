@@ -113,8 +113,7 @@ def test_no_document_reads_another(family):
     torch.testing.assert_close(changed[:, 7:], y[:, 7:], rtol=slack, atol=slack)
 
 
-@pytest.mark.parametrize("name", ("position_ids", "cu_seq_lens_q"))
-@pytest.mark.parametrize("family", TOGETHER)
+@pytest.mark.parametrize(("family", "name"), [*zip(TOGETHER, ("position_ids", "cu_seq_lens_q", "position_ids"), strict=True)])
 def test_what_parts_no_documents_warns_and_is_reported(family, name):
     model = made(family, **LINEAR.get(family, {}))
     applied = huggingface.apply(model)

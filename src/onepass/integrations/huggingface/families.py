@@ -78,7 +78,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by the name of the configuration's cl
     "Glm4MoeLite": _DEEPSEEK | _LATENT | {"v_head_dim": 16},
     "MiniCPM3": SMALL | _LATENT | {"num_key_value_heads": 4},
     "Youtu": SMALL | _LATENT | {"num_key_value_heads": 4},
-    "KimiLinear": _DEEPSEEK | _LATENT | {"q_lora_rank": None, "layer_types": ["linear_attention", "full_attention"]},
+    "KimiLinear": _DEEPSEEK | _LATENT | {
+        "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+    },
     "Glm4": SMALL | {"head_dim": 8},
     "Glm4Moe": _DEEPSEEK | {"head_dim": 16},
     "Ernie4_5_Moe": _MIXED | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0},
