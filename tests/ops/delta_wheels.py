@@ -98,8 +98,8 @@ def stand_in(names=None, wheel=""):
     }
     if wheel:
         functions["qla_functions" if wheel == "fla" else "fla_functions"] = lambda: "it is not installed"
-    changes = {"_refused_by_both": lambda inputs: None, "compute_capability": lambda device: (9, 0)}
-    changes["has_wrong_triton"] = lambda: False
+    changes = {"refused_operands": lambda **operands: None, "refused_gradients": lambda device, instead: None}
+    changes["compute_capability"] = lambda device: (9, 0)
     any_heads = {"flash_qla": lambda inputs, grads: names["_why_no_qla"]()}
     with patch.dict(names, functions | changes), patch.dict(names["REFUSALS"], any_heads):
         yield wheels

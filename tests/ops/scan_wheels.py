@@ -143,8 +143,7 @@ def stand_in(names=None, wheel=""):
     }
     if wheel:
         functions["fla_functions" if wheel == "mamba_ssm" else "mamba_functions"] = lambda: "it is not installed"
-    changes = {"_refused_by_both": lambda inputs: None, "compute_capability": lambda device: (9, 0)}
-    changes["has_wrong_triton"] = lambda: False
+    changes = {"refused_operands": lambda **operands: None, "refused_gradients": lambda device, instead: None}
     any_heads = {"fla": lambda inputs, final, grads: names["_why_no_fla"]()}
     with patch.dict(names, functions | changes), patch.dict(names["REFUSALS"], any_heads):
         yield wheels

@@ -104,7 +104,8 @@ def inputs(device="cuda", K=128, V=128, dtype=BF16, **changes):
 def installed(monkeypatch):
     for name in ("fla_functions", "qla_functions"):
         monkeypatch.setattr(by_wheels, name, lambda: (None, None, None))
-    monkeypatch.setattr(by_wheels, "compute_capability", lambda device: (9, 0))
+    for owner in (by_wheels, fla):
+        monkeypatch.setattr(owner, "compute_capability", lambda device: (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,12 @@ def installed(monkeypatch):
     [("3.3.1", False), ("3.4.0", True), ("3.6.0", True), ("3.7.0", True), ("3.7.1", False), ("3.10.0+git", False)],
 )
 def test_fla_is_refused_where_its_gradients_are_wrong(monkeypatch, installed, version, wrong):
-    for module_of_triton in (by_wheels, fla):
-        monkeypatch.setattr(module_of_triton, "triton", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(fla, "triton", SimpleNamespace(__version__=version))
     reason = by_wheels.fla_refuses(inputs(), True)
     assert (reason is not None) is wrong
     assert not wrong or (version in reason and "Hopper" in reason and "3.7.1" in reason and "flash-qla" in reason)
     assert by_wheels.fla_refuses(inputs(), False) is None  # forward is right
-    monkeypatch.setattr(by_wheels, "compute_capability", lambda device: (10, 0))
+    monkeypatch.setattr(fla, "compute_capability", lambda device: (10, 0))
     assert by_wheels.fla_refuses(inputs(), True) is None
 
 

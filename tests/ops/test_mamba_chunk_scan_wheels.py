@@ -141,7 +141,7 @@ def inputs(device="cuda", P=64, N=128, dtype=BF16, S=8, **changes):
 def installed(monkeypatch):
     for name in ("mamba_functions", "fla_functions"):
         monkeypatch.setattr(by_wheels, name, lambda: (None, None, None))
-    monkeypatch.setattr(by_wheels, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fla, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(fla, "triton", SimpleNamespace(__version__="3.7.1"))
 
 
@@ -149,7 +149,7 @@ def test_fla_is_refused_where_its_gradients_are_wrong(monkeypatch, installed):
     monkeypatch.setattr(fla, "triton", SimpleNamespace(__version__="3.6.0"))
     assert "wrong with Triton" in by_wheels.fla_refuses(inputs(), False, True)
     assert by_wheels.fla_refuses(inputs(), False, False) is None  # forward is right
-    monkeypatch.setattr(by_wheels, "compute_capability", lambda device: (10, 0))
+    monkeypatch.setattr(fla, "compute_capability", lambda device: (10, 0))
     assert by_wheels.fla_refuses(inputs(), False, True) is None
 
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.fla import has_wrong_triton
-from onepass.kernels.language import triton
+from onepass.kernels.fla import refused_gradients, refused_operands
 from onepass.runtime.documents import are_right, readable_boundaries
 from onepass.runtime.errors import version_of
 from onepass.runtime.sizes import compute_capability
@@ -42,7 +41,6 @@ _QLA = Wheel(
     },
     r"(flash_qla|tilelang|tvm)\b",
 )  # fmt: skip
-_TYPES = (torch.bfloat16, torch.float16)
 CHUNK = 64  # tokens of both wheels' chunks
 _WIDEST_KEYS = 256  # FLA's
 _QLA_HEADS = 128
@@ -109,34 +107,20 @@ def _why_no_qla() -> str | None:
     return functions if isinstance(functions, str) else None
 
 
-def _refused_by_both(inputs: DeltaInputs) -> str | None:
-    q = inputs.q
-    if not q.is_cuda:
-        return f"q is on {q.device}, and kernels of wheels need a GPU"
-    for name in ("q", "k", "v"):
-        dtype = getattr(inputs, name).dtype
-        if dtype not in _TYPES or dtype is not q.dtype:
-            return f"{name} is {dtype}, and kernels of wheels take q, k and v of one type of 16 bits"
-    return None
-
-
 def fla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
     """Say why FLA can't take a call, or None. `grads`: a gradient is asked for."""
-    refused = _refused_by_both(inputs)
+    refused = refused_operands(q=inputs.q, k=inputs.k, v=inputs.v)
     if refused is not None:
         return refused
     if inputs.k.shape[-1] > _WIDEST_KEYS:
         return f"heads of keys of {inputs.k.shape[-1]} are wider than FLA's {_WIDEST_KEYS}"
-    if grads and compute_capability(inputs.q.device)[0] == 9 and has_wrong_triton():
-        return (
-            f"FLA's gradients are wrong with Triton {triton.__version__} on Hopper: install Triton 3.7.1 or newer, or flash-qla"
-        )
-    return _why_no_fla()
+    refused = refused_gradients(inputs.q.device, "flash-qla") if grads else None
+    return refused or _why_no_fla()
 
 
 def qla_refuses(inputs: DeltaInputs, grads: bool) -> str | None:
     """Say why FlashQLA can't take a call, or None."""
-    refused = _refused_by_both(inputs)
+    refused = refused_operands(q=inputs.q, k=inputs.k, v=inputs.v)
     if refused is not None:
         return refused
     K, V = inputs.k.shape[-1], inputs.v.shape[-1]

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.fla import has_wrong_triton
-from onepass.kernels.language import triton
+from onepass.kernels.fla import refused_gradients, refused_operands
 from onepass.ops.scan.chunks import ScanInputs, ScanOptions, step_sizes
 from onepass.runtime.documents import document_of, readable_boundaries
 from onepass.runtime.errors import version_of
-from onepass.runtime.sizes import ceil_div, compute_capability
+from onepass.runtime.sizes import ceil_div
 from onepass.runtime.wheels import Wheel, constant, find_functions
 
 _SCAN = {"x", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "seq_idx", "dt_softplus", "dt_limit"}
@@ -48,7 +47,6 @@ _FLA = Wheel(
     },
     r"(fla|triton)\b",
 )  # fmt: skip
-_TYPES = (torch.bfloat16, torch.float16)
 _CHUNKS = {"mamba_ssm": 256, "fla": 64}  # tokens
 _WIDEST_STATE = 256
 _MOST = 1 << 31  # numbers that mamba-ssm's offsets reach
@@ -100,20 +98,9 @@ def _why_no_fla() -> str | None:
     return functions if isinstance(functions, str) else None
 
 
-def _refused_by_both(inputs: ScanInputs) -> str | None:
-    x = inputs.x
-    if not x.is_cuda:
-        return f"x is on {x.device}, and kernels of wheels need a GPU"
-    for name in ("x", "B", "C"):
-        dtype = getattr(inputs, name).dtype
-        if dtype not in _TYPES or dtype is not x.dtype:
-            return f"{name} is {dtype}, and kernels of wheels take x, B and C of one type of 16 bits"
-    return None
-
-
 def mamba_refuses(inputs: ScanInputs, final: bool, grads: bool) -> str | None:
     """Say why mamba-ssm can't take a call, or None. `final`: states are asked for. `grads`: a gradient is."""
-    refused = _refused_by_both(inputs)
+    refused = refused_operands(x=inputs.x, B=inputs.B, C=inputs.C)
     if refused is not None:
         return refused
     if inputs.cu_seqlens is not None and (final or inputs.states is not None):
@@ -135,17 +122,14 @@ def _reach(t: Tensor) -> int:
 
 def fla_refuses(inputs: ScanInputs, final: bool, grads: bool) -> str | None:
     """Say why FLA can't take a call, or None."""
-    refused = _refused_by_both(inputs)
+    refused = refused_operands(x=inputs.x, B=inputs.B, C=inputs.C)
     if refused is not None:
         return refused
     P, N = inputs.x.shape[-1], inputs.B.shape[-1]
     if P % 2 or N % 2 or N > _WIDEST_STATE:
         return f"heads of {P} with states of {N} are not FLA's, which are even and to {_WIDEST_STATE}"
-    if grads and compute_capability(inputs.x.device)[0] == 9 and has_wrong_triton():
-        return (
-            f"FLA's gradients are wrong with Triton {triton.__version__} on Hopper: install Triton 3.7.1 or newer, or mamba-ssm"
-        )
-    return _why_no_fla()
+    refused = refused_gradients(inputs.x.device, "mamba-ssm") if grads else None
+    return refused or _why_no_fla()
 
 
 REFUSALS: dict[str, Callable[[ScanInputs, bool, bool], str | None]] = {"mamba_ssm": mamba_refuses, "fla": fla_refuses}
