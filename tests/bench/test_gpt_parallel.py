@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 ROWS = (  # each way to divide a model, and each of a pipeline's options
-    "one, 4", "one, 8", "one, 8 x 1", "dp", "dp, sharded", "tp + sp, strong", "pp, 8 later", "pp, zero-bubble",
+    "one, 4", "one, 8", "one, 8 x 1", "dp, sharded", "tp + sp, strong", "pp, 8 later", "pp, zero-bubble",
     "pp, uneven, interleaved",
 )  # fmt: skip
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

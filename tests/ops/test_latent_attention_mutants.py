@@ -42,4 +42,4 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "documents' tables of the whole row": (module, "latent_attention", "tables_of_documents(cos, sin, cu_seqlens, q.shape[1])", "(t.repeat(3, 1)[: q.shape[1]] for t in (cos, sin))", 6),
 }  # fmt: skip
 
-test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES)
+test_mutants_are_caught, test_a_copy_without_a_change_passes = mutant_tests(module, MUTANTS, CASES, judge_case, CASES[:4])

@@ -59,13 +59,14 @@ def same(found, expected, what, *, exact, signs=True):
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", [*NAMES, *CLAMPED, *PLAIN])
 def test_formula_and_kernels_agree(name, values):
+    """Each value in the first input, and in each other one two of them."""
     sample = {**CLAMPED, **PLAIN}.get(name)
     subject = Subject(OPS[name.partition(":")[0]], None, DEVICE, sample) if sample else subjects("torch", DEVICE)[name]
     if name.endswith("gelu_exact") and values == "inf" and torch.nn.functional.gelu(torch.full((16,), math.inf)).isnan().any():
         pytest.skip("PyTorch's gelu of infinity is NaN on this CPU")
     tensors = subject.tensors(BF16)
     for at, t in enumerate(tensors):
-        if not t.is_floating_point():
+        if not t.is_floating_point() or (at and (at + [*VALUES].index(values)) % 2):
             continue
         changed = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
         with torch.no_grad():
