@@ -48,6 +48,7 @@ def test_over_grad_it_goes_on_as_torchs_and_its_state_is_torchs(kind):
 
 def test_steps_by_moments_in_eight_bits_are_the_formulas():
     assert not test_eight_bits.wrong_step(test_eight_bits.made)
+    assert test_eight_bits.unlike(test_eight_bits.made) < 1e-3
     assert test_eight_bits.drift(ShardedAdamW) < 0.12
     test_eight_bits.test_a_state_goes_on_bit_for_bit("triton")
     for poison in (torch.nan, torch.inf, 1e30):

@@ -23,6 +23,7 @@ from onepass.kernels import layout
 from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned
+from onepass.kernels.sigmoid import reciprocal_approx
 from onepass.runtime.sizes import ceil_div
 
 OPTIONS = 5  # of a group: lr, beta1, beta2, eps, weight_decay
@@ -104,6 +105,9 @@ def _adamw_kernel(
     beta1, beta1_low, weight1 = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     beta2, beta2_low, weight2 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     step_size, correction, eps = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10)
+    if SCALED:
+        number, first, count = tl.load(chunk + 4).to(tl.int32), tl.load(chunk + 5).to(tl.int32), tl.load(row + 11).to(tl.int32)
+        root2 = tl.sqrt(weight2)
     for start in range(0, size, BLOCK):
         if SCALED:
             at = start + tl.arange(0, BLOCK // SCALED)[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
@@ -117,28 +121,33 @@ def _adamw_kernel(
         exp_avg = tl.load(exp_avg_ptr + state, mask=inside, other=0)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + state, mask=inside, other=0)
         if SCALED:
-            exp_avg = decode(exp_avg, tl.load(scale_ptr + scale_at, mask=scaled, other=0.0)[:, None])
-            exp_avg_sq = decode_sq(exp_avg_sq, tl.load(scale_sq_ptr + scale_at, mask=scaled, other=0.0)[:, None])
+            # times beta already, which is a product less
+            exp_avg = decode(exp_avg, beta1 * tl.load(scale_ptr + scale_at, mask=scaled, other=0.0)[:, None])
+            exp_avg_sq = decode_sq(exp_avg_sq, beta2 * tl.load(scale_sq_ptr + scale_at, mask=scaled, other=0.0)[:, None])
         exp_avg, exp_avg_sq = exp_avg.to(tl.float32), exp_avg_sq.to(tl.float32)
         master = _load_master(weight_ptr + at, rest_ptr, state, inside, SPLIT)
 
-        change, square = weight1 * grad, weight2 * grad * grad
-        if EXACT:
-            change = tl.fma(beta1_low, exp_avg, change)
-            square = tl.fma(beta2_low, exp_avg_sq, square)
-        exp_avg = tl.fma(beta1, exp_avg, change)
-        exp_avg_sq = tl.fma(beta2, exp_avg_sq, square)
+        if SCALED:
+            exp_avg = tl.fma(weight1, grad, exp_avg)
+            root = root2 * grad
+            exp_avg_sq = tl.fma(root, root, exp_avg_sq)
+        else:
+            change, square = weight1 * grad, weight2 * grad * grad
+            if EXACT:
+                change = tl.fma(beta1_low, exp_avg, change)
+                square = tl.fma(beta2_low, exp_avg_sq, square)
+            exp_avg = tl.fma(beta1, exp_avg, change)
+            exp_avg_sq = tl.fma(beta2, exp_avg_sq, square)
         if EXACT:
             step = tl.div_rn(step_size * exp_avg, tl.sqrt_rn(exp_avg_sq) * correction + eps)
         else:
-            step = step_size * exp_avg / tl.fma(tl.sqrt(exp_avg_sq), correction, eps)
+            step = step_size * (exp_avg * reciprocal_approx(tl.fma(tl.sqrt(exp_avg_sq), correction, eps)))
         master = tl.fma(-decay, master, master) - step
 
         if SCALED:
-            place = tl.load(chunk + 5).to(tl.int32) + at
-            draw, draw_sq = draws(place, tl.load(chunk + 4).to(tl.int32), tl.load(row + 11).to(tl.int32))
-            exp_avg, scale, finite = encode(exp_avg, draw)
-            exp_avg_sq, scale_sq = encode_sq(exp_avg_sq, finite, draw_sq)
+            draw, draw_sq = draws(first + start, at - start, number, count)
+            exp_avg, scale = encode(exp_avg, draw)
+            exp_avg_sq, scale_sq = encode_sq(exp_avg_sq, draw_sq)
             tl.store(scale_ptr + scale_at, scale, mask=scaled)
             tl.store(scale_sq_ptr + scale_at, scale_sq, mask=scaled)
         tl.store(exp_avg_ptr + state, exp_avg, mask=inside)
@@ -166,7 +175,7 @@ def _load_master(weights, rest_ptr, state, inside, SPLIT: tl.constexpr):
 @device_function
 def _store_master(weights, rest_ptr, state, master, inside, SPLIT: tl.constexpr):
     if SPLIT:
-        bits = tl.where(master == master, master.to(tl.int32, bitcast=True), 0x7FC00000)
+        bits = tl.minimum(master.to(tl.int32, bitcast=True), 0x7FC00000)  # a GPU's NaN is 7FFFFFFF
         tl.store(rest_ptr + state, bits.to(tl.int16), mask=inside)
         tl.store(weights, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
     else:

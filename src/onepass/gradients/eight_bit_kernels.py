@@ -1,116 +1,84 @@
 """Device functions of moments in eight bits: `gradients/eight_bits.py`, of tiles whose rows are blocks.
 
-Roots are powers of two of logarithms. Small whole numbers become fp32 and go back by adding 1.5 * 2^23, in whose last bits they
-lie: the unit that converts is the one that has logarithms, and 10 of its instructions a value take as long as the bytes.
+Shifts and comparisons run at half the rate of sums and products, and a sum with a shift or a minimum is one instruction.
 """
 
 from __future__ import annotations
 
-from onepass.kernels.language import PTX, device_function, tl
-from onepass.kernels.sigmoid import exp2_approx
+from onepass.gradients import eight_bits as codes_of
+from onepass.kernels.language import device_function, tl
+from onepass.kernels.sigmoid import reciprocal_approx
 
-_LARGEST = tl.constexpr(3.4028234663852886e38)
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23
-_WHOLE_BITS = tl.constexpr(0x4B400000)
+_CUT = tl.constexpr(codes_of.CUT)
+_BASE, _BASE_SQ = tl.constexpr(codes_of.BASE), tl.constexpr(codes_of.BASE_SQ)
+_ZERO, _ZERO_SQ = tl.constexpr(codes_of.number_at(codes_of.BASE)), tl.constexpr(codes_of.number_at(codes_of.BASE_SQ))
+_SHARE, _SHARE_SQ = tl.constexpr(1.0 / codes_of.MOST), tl.constexpr(1.0 / codes_of.MOST_SQ)
+_NAN_BITS = tl.constexpr(codes_of.BASE + (codes_of.NAN << codes_of.CUT))
+_UNIT, _DRAWN = tl.constexpr(1 << codes_of.CUT), tl.constexpr((1 << codes_of.CUT) - 1)
+_UPPER = tl.constexpr(32 - codes_of.CUT)
+_CODE_BITS, _SIGN_BIT = tl.constexpr(codes_of.NAN << codes_of.CUT), tl.constexpr(-(1 << 31))
+_LARGEST, _FLOOR, _BELOW = tl.constexpr(codes_of.LARGEST), tl.constexpr(codes_of.FLOOR), tl.constexpr(codes_of.BELOW)
+_STEP, _ROW = tl.constexpr(codes_of.STEP), tl.constexpr(codes_of.ROW)
+_FIRST_HASH, _SECOND_HASH = map(tl.constexpr, codes_of.HASHES)
+_PLACE, _PLACE_2, _PLACE_4 = (tl.constexpr(pow(codes_of.PLACE, power, 1 << 32)) for power in (1, 2, 4))
+_TOGETHER = tl.constexpr(codes_of.DRAWN_TOGETHER)
 
 
 @device_function
 def decode(codes, scale):
-    root = _from_whole(codes) * (1.0 / 127.0)
-    values = root * tl.abs(root) * (root * root) * scale
-    return tl.where(codes == -128, float("nan"), values)
+    word = codes.to(tl.int32)
+    bits = ((word << _CUT) & _CODE_BITS) | _BASE
+    values = tl.fma(bits.to(tl.float32, bitcast=True), scale, -_ZERO * scale)
+    values = (values.to(tl.int32, bitcast=True) | (word & _SIGN_BIT)).to(tl.float32, bitcast=True)
+    return tl.where(bits == _NAN_BITS, float("nan"), values)
 
 
 @device_function
 def encode(values, draw):
-    """Return codes drawn from the two beside each number, the rows' scales, and which values are finite."""
+    """Return codes drawn from the two beside each number, and the rows' scales."""
     magnitude = tl.abs(values)
-    finite = magnitude <= _LARGEST
-    magnitude = tl.where(finite, magnitude, 0.0)
-    scale = tl.max(magnitude, 1)
-    code = _drawn(magnitude * _inverse(scale)[:, None], draw, 4, 127)
-    code = tl.where(values < 0, -code, code)
-    return tl.where(finite, _to_whole(code), -128).to(tl.int8), scale, finite
+    scale = _scale(magnitude, _SHARE)
+    bits = tl.fma(magnitude, _inverse(scale)[:, None], _ZERO).to(tl.uint32, bitcast=True)
+    code = tl.minimum(bits + draw, _NAN_BITS) >> _CUT
+    sign = (values.to(tl.uint32, bitcast=True) >> 24) & 128
+    return (code | sign).to(tl.int8), scale
 
 
 @device_function
 def decode_sq(codes, scale):
-    return _power(_from_whole(codes) * (1.0 / 255.0), 8) * scale
+    bits = (codes.to(tl.int32) << _CUT) + _BASE_SQ
+    return tl.fma(bits.to(tl.float32, bitcast=True), scale, -_ZERO_SQ * scale)
 
 
 @device_function
-def encode_sq(values, finite, draw):
-    """Return codes drawn from the two beside each number, and the rows' scales. finite: 0 is stored elsewhere."""
-    values = tl.where(finite, tl.minimum(values, _LARGEST), 0.0)
-    scale = tl.max(values, 1)
-    ratio = values * _inverse(scale)[:, None]
-    code = _drawn(ratio, draw, 8, 255)
-    return _to_whole(tl.maximum(code, tl.where(ratio > 0, 1.0, 0.0))).to(tl.uint8), scale
+def encode_sq(values, draw):
+    """Return codes drawn from the two beside each number, and the rows' scales."""
+    scale = _scale(values, _SHARE_SQ)
+    bits = tl.fma(values, _inverse(scale)[:, None], _ZERO_SQ).to(tl.uint32, bitcast=True)
+    least = tl.minimum(values.to(tl.uint32, bitcast=True) + _BASE_SQ, _BASE_SQ + _UNIT)  # code 1 from 2^-126 on
+    return (tl.maximum(bits + draw, least) >> _CUT).to(tl.uint8), scale
 
 
 @device_function
-def _drawn(ratio, draw, POWER: tl.constexpr, MOST: tl.constexpr):
-    """Return one of the two codes beside each ratio's root, the upper one where draw is below the part that leads there."""
-    code = tl.minimum(_below(_root(ratio, 1.0 / POWER) * MOST), MOST - 1.0)
-    low, high = _power(code * (1.0 / MOST), POWER), _power(code * (1.0 / MOST) + 1.0 / MOST, POWER)
-    return code + tl.where(ratio - low > draw * (high - low), 1.0, 0.0)
-
-
-@device_function
-def draws(place, row, step):
-    """Return two numbers from 0 to 1, 1 not included, of each place in the parameter of this row, and a step."""
-    x = place.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B1 + row.to(tl.uint32) * 0x85EBCA6B
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 16)) * 0x2C1B3C6D
-    x ^= x >> 16
-    return _of_bits(x >> 9), _of_bits((x * 0x9E3779B1) >> 9)
-
-
-@device_function
-def _of_bits(x):
-    """Return the number from 0 to 1 of these 23 bits."""
-    return (x | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-
-
-@device_function
-def _below(x):
-    """Return the whole number below x, or x itself or the one below that where x is whole."""
-    return (x - 0.5 + _WHOLE) - _WHOLE
-
-
-@device_function
-def _from_whole(codes):
-    return (codes.to(tl.int32) + _WHOLE_BITS).to(tl.float32, bitcast=True) - _WHOLE
-
-
-@device_function
-def _to_whole(x):
-    """Round to a whole number, as int32."""
-    return (x + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
-
-
-@device_function
-def _root(x, exponent):
-    """x to the power of exponent, and 0 of 0."""
-    if PTX:
-        logarithm = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        logarithm = tl.log2(x)
-    return exp2_approx(logarithm * exponent)
-
-
-@device_function
-def _power(x, POWER: tl.constexpr):
-    """The fourth or the eighth power."""
-    square = x * x
-    fourth = square * square
-    if POWER == 4:
-        return fourth
-    else:
-        return fourth * fourth
+def _scale(magnitude, SHARE: tl.constexpr):
+    """Return the scales of rows: SHARE of the largest, NaN apart, in 21 bits."""
+    most = tl.minimum(tl.max(magnitude, 1), _LARGEST) * SHARE
+    return ((most.to(tl.int32, bitcast=True) + 4) & -8).to(tl.float32, bitcast=True)
 
 
 @device_function
 def _inverse(scale):
     """1 / scale, or 0. Of a scale below 2^-126 it is 2^126, so that codes are too small rather than inf."""
-    return tl.where(scale > 0, 1.0 / tl.maximum(scale, 1.1754943508222875e-38), 0.0)
+    return tl.where(scale > 0, reciprocal_approx(tl.maximum(scale, _FLOOR)) * _BELOW, 0.0)
+
+
+@device_function
+def draws(first, at, row, step):
+    """Return two numbers of _CUT bits for each place in the parameter of this row: first, a multiple of _TOGETHER, and at."""
+    x = (first // _TOGETHER + at // _TOGETHER).to(tl.uint32) + step.to(tl.uint32) * _STEP + row.to(tl.uint32) * _ROW
+    x = (x ^ (x >> 16)) * _FIRST_HASH
+    x = (x ^ (x >> 15)) * _SECOND_HASH
+    x ^= x >> 16
+    # constants, where a thread's numbers have one hash
+    x *= tl.where(at & 1 != 0, _PLACE, 1) * tl.where(at & 2 != 0, _PLACE_2, 1) * tl.where(at & 4 != 0, _PLACE_4, 1)
+    return x & _DRAWN, x >> _UPPER
