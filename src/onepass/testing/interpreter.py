@@ -12,7 +12,7 @@ Triton's interpreter has these faults, from 3.5 to 3.9, those of bf16 without an
 - `range(runtime_argument)` raises under numpy >= 2.4. Here it works.
 - A launch copies tensors to the host and back, which a reference cycle keeps alive. Without a GPU, here it doesn't.
 - numpy warns of overflows and NaN, which are ordinary in fp32 arithmetic on a GPU. A launch silences these warnings.
-- Each call of a device function patches the whole language again, most of a program's cost. Here each launch patches it once.
+- Each call of a device function patches the whole language again, most of a program's cost. Here the first launch does, for good.
 - Each function is parsed and compiled again, though only its module is new, as in a mutant. Here equal code is compiled once.
 - Types and shapes are made again for each value, most of the remaining cost. Here they are cached, and operators of types that
   have met before are numpy's (`interpreter_types.py`).
@@ -120,12 +120,11 @@ def _repaired(stock: Any) -> Any:
     return op
 
 
-# ---- the language, patched once a launch ----
+# ---- the language, patched once ----
 
 _patch_tensor: Any = interpreter._patch_lang_tensor
 _patch_language: Any = interpreter._patch_lang
 _EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for a function with both among its globals
-_launching = False
 
 
 def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
@@ -141,39 +140,17 @@ def _patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
         tensor.__index__ = index
 
 
-_patches: list[tuple[object, str, object]] = []  # what the first launch has set: to look for it takes 3 ms
+class _Patched:
+    """The scope of patches that stay, as Triton 3.5's did: to set and restore them takes half a millisecond a launch."""
 
-
-class _Launch:
-    """The patches of a launch. `restore` undoes them, and clears the flag that a launch is running."""
-
-    def __init__(self) -> None:
-        global _launching
-        if _patches:
-            self.scope = interpreter._LangPatchScope()
-            for patch in _patches:
-                self.scope.set_attr(*patch)
-        else:
-            self.scope = _patch_language(_EVERYWHERE)
-            interpreter_types.patch_operators(tl.tensor, self.scope.set_attr)
-            _patches.extend((of, name, getattr(of, name)) for of, name, _ in self.scope._changes)
-        _launching = True
-
-    def restore(self) -> None:
-        global _launching
-        _launching = False
-        self.scope.restore()
-
-
-def _patch_once(function: Any) -> Any:
-    return interpreter._LangPatchScope() if _launching else _Launch()
+    def restore(self) -> None: ...
 
 
 @cache
-def _patch_for_good() -> None:
-    """Apply the patches of Triton 3.5, which never undoes them."""
+def _patch_once() -> _Patched:
     _patch_language(_EVERYWHERE)
-    interpreter_types.patch_operators(tl.tensor, setattr)
+    interpreter_types.patch_operators(tl.tensor)
+    return _Patched()
 
 
 def _validate_descriptor(self: Any) -> None:
@@ -366,10 +343,8 @@ def _repair() -> None:
     _Builder.unary_op = _repaired(_Builder.unary_op)
     interpreter._patch_lang_tensor = _patch_tensor_with_index
     interpreter.FunctionRewriter.rewrite_ast = _rewrite
-    if hasattr(interpreter, "_LangPatchScope"):
-        interpreter._patch_lang = _patch_once
-    else:
-        interpreter._patch_lang = lambda function: _patch_for_good()
+    interpreter._patch_lang = lambda function: _patch_once()
+    if not hasattr(interpreter, "_LangPatchScope"):  # Triton 3.5
         interpreter.TensorDescHandle.validate = _validate_descriptor
     interpreter.GridExecutor.__call__ = _launch_quietly
     grid_sync.yield_to_programs = _yield_to_programs

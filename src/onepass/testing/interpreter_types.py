@@ -9,7 +9,7 @@ An operator or a cast checks and promotes the types of its operands and splats s
 first call with two types does so, and later ones call numpy's function. Where that has another result for the first call, none is
 fast.
 
-Only `onepass.testing.interpreter` uses this module: it calls `install`, and `patch_operators` in each launch.
+Only `onepass.testing.interpreter` uses this module: it calls `install`, and `patch_operators` in the first launch.
 """
 
 from __future__ import annotations
@@ -221,12 +221,11 @@ def _cast(stock: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def patch_operators(tensor: Any, set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """Make the operators of `tl.tensor` fast, as a launch has patched them."""
+def patch_operators(tensor: Any) -> None:
+    """Make the operators of `tl.tensor` fast, as the first launch has patched them."""
     for name in _COMPUTE:
-        set_attribute(tensor, name, _operator(name, getattr(tensor, name)))
-    set_attribute(tensor, "to", _cast(tensor.to))
-    set_attribute(tensor, "__getitem__", _new_dimensions(tensor.__getitem__))
+        setattr(tensor, name, _operator(name, getattr(tensor, name)))
+    tensor.to, tensor.__getitem__ = _cast(tensor.to), _new_dimensions(tensor.__getitem__)
 
 
 def install() -> None:
