@@ -228,6 +228,20 @@ def test_the_callers_groups_stay():
         assert "exp_avg_code" in optimizer.state[groups[0]["params"][0]]
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_steps_leave_the_states_views_as_they_are(in_backward):
+    """To make them anew takes longer than all else that the CPU does, and in backward as often as there are parts."""
+    weight, frozen = (nn.Parameter(torch.ones(4, 256), requires_grad=trained) for trained in (True, False))
+    optimizer = ShardedAdamW([weight, frozen], in_backward=in_backward)
+    before = optimizer.state[weight]
+    for trained in (False, True):
+        frozen.requires_grad_(trained)
+        (weight + frozen).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (optimizer.state[weight] is before) != trained and (frozen in optimizer.state) == trained
+
+
 def test_torchs_does_not_take_codes_for_moments():
     weight = nn.Parameter(torch.ones(2, 256))
     theirs = torch.optim.AdamW([weight])

@@ -271,7 +271,9 @@ class ShardedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step_some(self, parameters: list[Tensor], norm: Tensor | None, max_norm: float | None) -> None:
         """Step those of these that have a gradient."""
-        self._add_state([p for p in parameters if p.grad is not None and p not in self._shards])
+        new = [p for p in parameters if p.grad is not None and p not in self._shards]
+        if new:
+            self._add_state(new)
         given: dict[_Tables, list[tuple[_Shard, Tensor]]] = {}
         for parameter in parameters:
             if parameter.grad is None:
