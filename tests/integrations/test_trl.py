@@ -99,10 +99,9 @@ def test_log_sum_sq_probs(tmp_path, calls):
     assert any("log_sum_sq_probs" in asked for asked in calls)
 
 
-@pytest.mark.parametrize("name", ("SFT", "GRPO"))
 @pytest.mark.parametrize("bf16", (False, True))
 @pytest.mark.parametrize("lora", (False, True))
-@pytest.mark.parametrize("when", ("before", "after"))
+@pytest.mark.parametrize(("name", "when"), (("SFT", "before"), ("GRPO", "after")))
 def test_with_huggingface_apply(name, bf16, lora, when, tmp_path):
     peft = pytest.importorskip("peft").LoraConfig(**LORA) if lora else None
     before = run(name, tmp_path, peft=peft, bf16=bf16)

@@ -419,14 +419,18 @@ def can_be_checkpointed(subject: Subject) -> None:
 
 
 def can_be_compiled(subject: Subject) -> None:
-    """torch.compile traces the op without a graph break, forward and backward. By kernels, for another number of rows too."""
+    """torch.compile traces the op without a graph break, forward and backward.
+
+    An op's first sample by kernels goes through AOTAutograd too, and for another number of rows.
+    """
     tensors = subject.tensors()
     torch._dynamo.reset()
     sample, function, backend = subject.sample, subject.op.function, subject.backend
-    compiler = "aot_eager" if backend == "triton" else "eager"  # what follows the trace of a formula is PyTorch's own
+    of_all = backend == "triton" and _is_first(subject)
+    compiler = "aot_eager" if of_all else "eager"  # registers_sound_ops takes all registered ops through AOTAutograd
     compiled = torch.compile(lambda *ts: sample.call(function, *ts, backend=backend), fullgraph=True, backend=compiler)
     rows = max(tensors[0].shape[:-1])
-    for size in (rows, rows - 1) if backend == "triton" and _is_first(subject) else (rows,):
+    for size in (rows, rows - 1) if of_all else (rows,):
         given = [_with_rows(size, rows, name, t) for name, t in zip(subject.names(), tensors, strict=True)]
         given = [_like(t, asking) for t, asking in zip(given, tensors, strict=True)]
         torch.manual_seed(0)
