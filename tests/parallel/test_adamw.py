@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,12 +23,11 @@ from parallel.adamw_oracle import (
     rounded,
 )
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import onepass
 from onepass.gradients import adamw as module
 from onepass.gradients import adamw_formula
-from onepass.gradients.adamw_formula import AdamWSlice, joined_master, master_of, store_master
+from onepass.gradients.adamw_formula import AdamWSlice, joined_master, store_master
 from onepass.kernels.language import triton
 from onepass.parallel import AdamW, MainGrads, MasterWeights
 
@@ -409,7 +407,7 @@ def test_masters_in_parts_and_hooks():
         two.set_master("p0", "master", torch.zeros(3), 0, 2)
 
 
-# ---- masters in the gradients' memory ----
+# ---- states, one at a time ----
 
 
 def stepped(dtype, steps=2):
@@ -425,91 +423,37 @@ def stepped(dtype, steps=2):
     return parameters, main_grads, optimizer
 
 
-def clear(main_grads):
-    return not any(buffer.any() for buffer in main_grads.buffers)
-
-
 def all_equal(ones, others):
     return all(torch.equal(a, b) for one, two in zip(ones, others, strict=True) for a, b in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_masters_lie_in_the_gradients_and_leave_zeros(dtype, monkeypatch):
-    monkeypatch.setattr(adamw_formula, "_A_THREADS", 1000 // torch.get_num_threads())  # several blocks
+def test_states_are_read_where_they_lie_and_written(dtype):
     parameters, main_grads, optimizer = stepped(dtype)
-    before, weights = kept(optimizer, parameters), [p.clone() for p in parameters]
-    expected = [(name, kind, tensor.clone(), start, stop) for name, kind, tensor, start, stop in optimizer.masters()]
-    with optimizer.masters_in_gradients() as states:
-        assert [(name, kind, *at) for name, kind, _, *at in states] == [(name, kind, *at) for name, kind, _, *at in expected]
-        assert all(torch.equal(mine[2], theirs[2]) for mine, theirs in zip(states, expected, strict=True))
-        for name, kind, tensor, *_ in states:
-            parameter = dict(main_grads.named)[name]
-            of_weights = {BF16: parameter.main_grad, FP16: optimizer.state[parameter].get("master"), FP32: parameter}[dtype]
-            there = of_weights if kind == "master" else optimizer.state[parameter][kind]
-            assert tensor.data_ptr() == there.data_ptr() and tensor.dtype == FP32
-    assert clear(main_grads)
-    assert all(torch.equal(mine, weight) for mine, weight in zip(parameters, weights, strict=True))
-    assert all_equal(before, kept(optimizer, parameters))
-
-
-def test_masters_in_gradients_take_the_memory_of_a_block(monkeypatch):
-    monkeypatch.setattr(adamw_formula, "_A_THREADS", 1000 // torch.get_num_threads())
-    _, _, optimizer = stepped(BF16)
-    optimizer.set_master("p3", "master", torch.full((16400,), float("nan")), 0, 16400)  # which are looked for
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced, optimizer.masters_in_gradients():
-        pass
-    assert 1000 <= max(event.cpu_memory_usage for event in traced.events()) <= 4000  # SHAPES' largest has 16400 values
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("failing", [False, True])
-def test_what_is_written_in_the_gradients_is_taken(failing, dtype):
-    parameters, main_grads, optimizer = stepped(dtype)
-    others, _, another = stepped(dtype, 5)
-    theirs = {(name, kind): tensor.clone() for name, kind, tensor, *_ in another.masters()}
-    with pytest.raises(OSError, match="torn") if failing else nullcontext(), optimizer.masters_in_gradients() as states:
-        for name, kind, tensor, *_ in states:
-            tensor.copy_(theirs[name, kind])
-        if failing:
-            raise OSError("torn")
-    assert clear(main_grads) and all(torch.equal(mine, other) for mine, other in zip(parameters, others, strict=True))
-    assert all(torch.equal(tensor, theirs[name, kind]) for name, kind, tensor, *_ in optimizer.masters())
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_an_interrupt_while_masters_are_joined_changes_no_weight(dtype, monkeypatch):
-    parameters, main_grads, optimizer = stepped(dtype)
-    before, joined_master, left = kept(optimizer, parameters), module.master_in_gradient, [3]
-
-    def interrupted(stretch):
-        left[0] -= 1
-        if not left[0]:
-            joined_master(stretch.part(0, stretch.weight.numel() // 2))
-            raise KeyboardInterrupt
-        return joined_master(stretch)
-
-    monkeypatch.setattr(module, "master_in_gradient", interrupted)
-    with pytest.raises(KeyboardInterrupt), optimizer.masters_in_gradients():
-        pytest.fail("it is not to be entered")
-    assert clear(main_grads)
-    assert all_equal(before, kept(optimizer, parameters))
-
-
-def test_gradients_that_are_deferred_are_not_lost_to_masters():
-    parameters, main_grads, optimizer = stepped(BF16)
     main_grads.zero_()
-    parameters[0].main_grad.fill_(1.0)
-    main_grads.hold(parameters[0])
-    with pytest.raises(RuntimeError, match="p0's are deferred"), optimizer.masters_in_gradients():
-        pytest.fail("it is not to be entered")
-    assert (parameters[0].main_grad == 1.0).all()
+    main_grads.buffers[0].fill_(3.0)
+    before, weights = kept(optimizer, parameters), [p.clone() for p in parameters]
+    others, _, another = stepped(dtype, 5)
+    wholly = dict(zip(map(id, parameters), kept(another, others), strict=True))
+    for parameter, state, start in optimizer.parameter_states():
+        for kind in module.KINDS:
+            found = state.read(kind)
+            stored = {"master": {FP16: state.stored.get("master"), FP32: parameter}.get(dtype)}.get(kind, state.stored.get(kind))
+            assert found.dtype == FP32 and start == 0 and (stored is None or found.data_ptr() == stored.data_ptr())
+    assert all_equal(before, kept(optimizer, parameters)) and all(map(torch.equal, parameters, weights))
+    for parameter, state, _ in optimizer.parameter_states():
+        for kind, theirs in zip(module.KINDS, wholly[id(parameter)], strict=True):
+            state.write(kind, theirs)
+    assert all_equal(kept(another, others), kept(optimizer, parameters))
+    assert all(map(torch.equal, parameters, others)) and (main_grads.buffers[0] == 3.0).all()
 
 
-def test_masters_of_weights_that_were_given_other_memory():
+def test_states_of_weights_that_were_given_other_memory():
     parameters, _, optimizer = stepped(BF16)
     parameters[0].data = parameters[0].data.clone()
-    with optimizer.masters_in_gradients() as states:
-        states[[name for name, *_ in states].index("p0")][2].fill_(2.0)
+    next(state for parameter, state, _ in optimizer.parameter_states() if parameter is parameters[0]).write(
+        "master", torch.full((960,), 2.0)
+    )
     assert (parameters[0] == 2.0).all()
 
 
@@ -573,9 +517,9 @@ def test_a_batch_keeps_to_what_lies_evenly():
     storage = torch.zeros(200, dtype=BF16)
     parameters = [nn.Parameter(storage[:64]), nn.Parameter(storage[65:129]), nn.Parameter(torch.zeros(63, dtype=BF16))]
     optimizer = AdamW(named(parameters))
-    batches = batches_of(piece.stretch for piece in optimizer._pieces)
+    batches = batches_of(each for piece in optimizer._pieces() for _, each in piece.state.slices(piece.grads))
     assert sorted((batch.align, batch.programs) for batch in batches) == [(1, 2), (8, 1)]
-    assert all(master_of(piece.stretch).dtype == FP32 for piece in optimizer._pieces)
+    assert all(piece.state.read("master").dtype == FP32 for piece in optimizer._pieces())
 
 
 def test_it_agrees_with_master_weights():

@@ -137,3 +137,32 @@ def test_pieces_of_all_ranks_are_the_whole(group):
     for name in {name for name, *_ in pieces}:
         spans = sorted(span for other, kind, *span in pieces if (other, kind) == (name, "master"))
         assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("offload", [None, "state"])
+def test_moments_in_eight_bits_are_those_of_one_rank(group, offload):
+    """Blocks and draws are the parameter's own, wherever ranks cut it."""
+    found = []
+    for shard in (False, True):
+        generator = torch.Generator().manual_seed(1)
+        weights = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(BF16)) for shape in ((24, 256), (300,), (7, 512))
+        ]
+        main_grads = MainGrads(weights, shard=shard)
+        optimizer = AdamW(main_grads, **OPTIONS, moments="8bit", offload=offload if shard else None)
+        with onepass.use_backend("torch"):
+            for _ in range(3):
+                main_grads.zero_()
+                for weight in weights:
+                    weight.main_grad.copy_(torch.randn(weight.shape, generator=generator))
+                main_grads.finish()
+                optimizer.step()
+        stored = [(parameter is weights[0], start, state.stored) for parameter, state, start in optimizer.parameter_states()]
+        found.append((weights, [each for each in stored if each[0]]))
+    (one, [(_, _, whole)]), (two, parts) = found
+    assert all(map(torch.equal, one, two)) and sum(gather(group, len(parts))) == 2
+    for _, start, stored in parts:
+        assert "exp_avg_code" in stored
+        for name, each in stored.items():
+            first = start // 256 if name.endswith("scale") else start
+            assert torch.equal(each, whole[name][first : first + len(each)]), name

@@ -258,8 +258,8 @@ def train_steps(model, optimizer, steps):
             optimizer.step()
         optimizer.zero_grad()
     if isinstance(optimizer, ShardedAdamW):
-        steppers = [stepper for tables in set(optimizer._tables.values()) for stepper in tables.steppers.values()]
-        batches = [batch for stepper in steppers for batch in stepper.batches]
+        steppers = [stepper for part in set(optimizer._part_of.values()) for stepper in part.steppers.values()]
+        batches = [batch for stepper in steppers for _, _, some in stepper.passages for batch in some]
         held = [t for batch in batches for t in (*batch.sources, batch.tensors[1])]
         assert held and not any(t.numel() for t in held), "gradients stay in memory"
     return torch.stack(norms)

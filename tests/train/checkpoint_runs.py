@@ -78,6 +78,7 @@ def go(trained, layout, first, last):
     """Train these steps. Return their losses and gradient norms."""
     found = []
     for step in range(first, last):
+        trained.update.set_rate(0.01 / (step + 1))
         loss, norm = trained.steps.run(batch(step, layout))
         trained.update.step(0.01 / (step + 1))
         found.append((loss.item(), norm.item()))

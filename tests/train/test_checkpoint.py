@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,19 @@ from train import checkpoint_killed, checkpoint_runs
 from train.checkpoint_runs import KIND, LAYOUTS, alone, configured, go, saved, started, whole
 
 from onepass.gpt import Model
+from onepass.gradients.adamw_state import ParameterState
 from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
 from onepass.train.checkpoint import folders, storage
 from onepass.train.setup import make
 
+SETTINGS = {
+    "fp32": {},
+    "bf16": {"params_dtype": "bf16"},
+    "dropout": {"hidden_dropout": 0.1},
+    "8 bits": {"params_dtype": "bf16", "optimizer_moments": "8bit"},
+    "lean": {"params_dtype": "bf16", "optimizer_moments": "8bit", "step_in_backward": True, "offload_optimizer": True},
+}
 WORLDS = [worlds.PAIRS[0], worlds.FOURS[0]]
 
 
@@ -34,7 +43,7 @@ def same(path, other):
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["onepass", "plain"])
-@pytest.mark.parametrize("settings", [{}, {"params_dtype": "bf16"}, {"hidden_dropout": 0.1}], ids=["fp32", "bf16", "dropout"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kind", checkpoint_runs.KINDS)
 def test_a_resumed_run_is_the_run(kind, settings, plain, tmp_path):
     config, options = configured(kind, **settings)
@@ -102,16 +111,40 @@ def test_an_interrupted_save_leaves_weights_and_gradients_as_they_were(settings,
     same(*(saved(tmp_path / str(at), 4, each, config, options, alone()) for at, each in enumerate((straight, interrupted))))
 
 
-def test_bf16_masters_are_written_from_the_gradients_memory(tmp_path, monkeypatch):
-    config, options = configured(params_dtype="bf16")
-    trained, found = make(config, options, alone()), []
+def test_one_stretch_is_copied_at_a_time(tmp_path, monkeypatch):
+    config, options = configured(params_dtype="bf16", optimizer_moments="8bit")
+    trained, alive = make(config, options, alone()), []
     go(trained, alone(), 0, 1)
-    write = storage.write
-    monkeypatch.setattr(storage, "write", lambda part, own, *rest: found.extend(own) or write(part, own, *rest))
+    read = ParameterState.read
+
+    def reading(self, kind):
+        assert sum(each() is not None for each in alive) <= 1  # the one before goes with this one's coming
+        stored = {each.untyped_storage().data_ptr() for each in (self.weight, *self.stored.values())}
+        if (found := read(self, kind)).untyped_storage().data_ptr() not in stored:
+            alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(ParameterState, "read", reading)
     saved(tmp_path, 1, trained, config, options, alone())
-    memories = {buffer.untyped_storage().data_ptr() for buffer in trained.update.main_grads.buffers}
-    weights = [chunk for chunk in found if not chunk.name.startswith("exp_avg") and "norm" not in chunk.name]
-    assert weights and all(chunk.tensor.untyped_storage().data_ptr() in memories for chunk in weights)
+    assert len(alive) > len(trained.update.main_grads.named)
+
+
+def test_moments_of_another_kind_are_loaded(tmp_path):
+    config, options = configured(params_dtype="bf16")
+    fine = make(config, options, alone())
+    go(fine, alone(), 0, 2)
+    path = saved(tmp_path / "fine", 2, fine, config, options, alone())
+    lean = options.replace(optimizer_moments="8bit", step_in_backward=True)
+    coarse = make(config, lean, alone())
+    checkpoint.load(path, coarse, config, alone())
+    assert all(map(torch.equal, fine.model.parameters(), coarse.model.parameters()))
+    states = zip(fine.update.optimizer.masters(), coarse.update.optimizer.masters(), strict=True)
+    assert all((a[2] - b[2]).norm() <= 0.05 * a[2].norm() for a, b in states)
+    path = saved(tmp_path / "coarse", 2, coarse, config, lean, alone())
+    again = make(config, options, alone())
+    checkpoint.load(path, again, config, alone())
+    states = zip(coarse.update.optimizer.masters(), again.update.optimizer.masters(), strict=True)
+    assert all(torch.equal(a[2], b[2]) for a, b in states)
 
 
 # ---- several ranks ----

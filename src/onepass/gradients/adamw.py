@@ -5,23 +5,40 @@
     fp16            an fp32 master                                                      36
     fp32            nothing                                                             32
 
-State lies in flat buffers, as gradients do. With shard it covers this rank's parts only, and the weights are gathered. One launch
-for each type of weights steps all of them, by a table of addresses that is made once.
+In 8 bits moments are codes, and a step moves 20 bytes for 32. State lies in flat memory, as gradients do. With shard it covers
+this rank's parts only, and the weights are gathered. One launch for each type of weights steps all of them, by a table of
+addresses that is made once. In backward, or with state in the host's memory, each 64 million numbers or so have launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.adamw_formula import AdamWSlice, master_in_gradient, master_of, put_from_gradient, store_master
+from onepass.gradients.adamw_state import (
+    CODES,
+    LOW,
+    MASTER,
+    MOMENTS,
+    SCALES,
+    TYPES,
+    Moments,
+    ParameterState,
+    Types,
+    allocate_state,
+    check_offload,
+    embeddings_of,
+    state_types,
+    take_moments,
+)
 from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
-from onepass.gradients.buckets import Bucket
+from onepass.gradients.buckets import RELEASED_BYTES, Bucket, plan_buffers
+from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.gathered_weights import (
     GatheredWeights,
     bump_version,
@@ -32,12 +49,14 @@ from onepass.gradients.gathered_weights import (
     shard_of,
 )
 from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.offloaded_state import StateRing
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options
+from onepass.gradients.step_in_backward import BucketSteps, StepInBackward, how_in_backward, take_norm, with_norm
 from onepass.kernels.device_tables import is_capturing
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+KINDS = (MASTER, *MOMENTS)
 State = tuple[str, str, Tensor, int, int]  # what `masters` yields
-_BESIDE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}  # type of what is kept beside a weight of this type
+_BESIDE: dict[torch.dtype, Types] = {torch.bfloat16: {LOW: torch.int16}, torch.float16: {MASTER: torch.float32}}  # the weights
 
 
 @dataclass(eq=False)
@@ -47,16 +66,31 @@ class _ParameterShard:
     name: str
     parameter: Tensor
     start: int  # where in the flattened parameter it begins
-    stretch: AdamWSlice
+    state: ParameterState
+    grads: list[Tensor]  # of each of the state's slices
 
     @property
     def stop(self) -> int:
-        return self.start + self.stretch.weight.numel()
+        return self.start + self.state.weight.numel()
 
-    def tensor(self, kind: str) -> Tensor:
-        """Return the master or a moment in fp32, one-dimensional. Masters of bf16 weights are copies."""
-        tensor: Tensor = master_of(self.stretch) if kind == "master" else getattr(self.stretch, kind)
-        return tensor
+
+class _Place(NamedTuple):
+    """Where a part of a parameter and of its gradient lies."""
+
+    name: str
+    parameter: Tensor
+    weight: Tensor
+    grad: Tensor
+    start: int  # in the flattened parameter
+
+
+class _Part:
+    """Buckets that are stepped together, of one device in backward."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self.pieces: list[_ParameterShard] = []
+        self.steppers: dict[torch.device, AdamWStepper] = {}
 
 
 class AdamW(torch.optim.Optimizer):
@@ -81,6 +115,11 @@ class AdamW(torch.optim.Optimizer):
         groups: the model's parameters in groups with options, as for torch.optim: `{"params": [...], "weight_decay": 0.0}`.
             Each parameter of main_grads is in one. None is one group of all.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; defaults for groups without them.
+        moments: ``fp32``, ``bf16`` or ``8bit``. A group may have its own. In 8 bits are matrices of a multiple of 256 numbers.
+            Others have fp32 then, and so have embeddings where main_grads was given a module.
+        in_backward: step weights in backward, as soon as the gradients of their part are whole, and give the part's memory back.
+            `StepInBackward` clips. `step` ends the step then. For one rank, and `MainGrads(release=True)`.
+        offload: ``state`` keeps masters' bits and moments in the host's memory. They pass through the device part by part.
     """
 
     reads_main_grad = True
@@ -93,10 +132,19 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        moments: Moments = "fp32",
+        in_backward: bool | StepInBackward = False,
+        offload: Literal["state"] | None = None,
     ) -> None:
         check_fp32(main_grads)
+        check_offload(offload)
         in_groups = parameter_groups(main_grads, groups)
         self._main_grads, self._made = main_grads, False
+        early = how_in_backward(in_backward)
+        self._moments = self._kinds(in_groups, moments)
+        self._offload = offload is not None
+        self._rings: dict[torch.device, StateRing] = {}
         self._laid = 0  # buckets whose parameters have state
         self._where: list[tuple[int, bool, bool]] = []  # the parameters' addresses, and which are trained
         super().__init__(in_groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -104,11 +152,19 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             check_options(group)
         self._row_of = {id(parameter): row for row, parameter in enumerate(self._parameters())}
-        self._pieces: list[_ParameterShard] = []
-        self._steppers: dict[torch.device, AdamWStepper] = {}
+        self._parts: list[_Part] = []
+        self.backward_steps = BucketSteps(main_grads, self, early) if early else None
         with torch.no_grad():
             self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
             self._follow()
+
+    def _kinds(self, groups: list[dict[str, Any]], moments: str) -> dict[Tensor, str | None]:
+        """Return each parameter's kind of moments. Embeddings have fp32 for 8 bits, but where their group says otherwise."""
+        embeddings = embeddings_of(self._main_grads.module) if moments == "8bit" else set()
+        named = [group for group in groups if "moments" in group]
+        own = take_moments(named, None, TYPES)
+        found = take_moments(groups, moments, TYPES)
+        return found | dict.fromkeys(embeddings & {*found}, "fp32") | own
 
     def _add_state(self, buckets: list[Bucket]) -> None:
         """Allocate state for the parameters of buckets that are new."""
@@ -116,48 +172,63 @@ class AdamW(torch.optim.Optimizer):
         if self._gathered:
             self._gathered.extend()
         with main_grads.filled():
-            pieces = self._make_shards(buckets)
-        for bucket in buckets:
-            device = bucket.flat.device
-            if device not in self._steppers:
-                self._steppers[device] = AdamWStepper(device, self.param_groups)
-        self._reload(pieces)
-        for piece in pieces:
-            self.state[piece.parameter] = self._state_of(piece)
-        self._pieces += pieces
+            parts = self._make_parts(buckets)
+        self._reload(piece for part in parts for piece in part.pieces)
+        for part in parts:
+            for piece in part.pieces:
+                self.state[piece.parameter] = self._state_of(part, piece)
+        self._parts += parts
         if self._gathered:
             self._gathered.lay()
 
-    def _make_shards(self, buckets: list[Bucket]) -> list[_ParameterShard]:
+    def _make_parts(self, buckets: list[Bucket]) -> list[_Part]:
         """Allocate state for the gradients that this rank reduces, and return where all of it lies."""
-        kinds = [(bucket.flat.device, bucket.places[0].parameter.dtype) for bucket in buckets]
-        sizes = [bucket.mine.numel() for bucket in buckets]
-        totals = {kind: sum(size for size, other in zip(sizes, kinds, strict=True) if other == kind) for kind in set(kinds)}
-        state = {kind: _state(*kind, total) for kind, total in totals.items()}
-        begun = dict.fromkeys(kinds, 0)
-        pieces = []
-        for kind, bucket in zip(kinds, buckets, strict=True):
-            exp_avg, exp_avg_sq, rest = state[kind]
-            for place, start, stop in bucket.parts():
-                weight = self._gathered.flat[bucket.index][start:stop] if self._gathered else _flat(place.name, place.parameter)
-                at = slice(begun[kind] + start - bucket.first, begun[kind] + stop - bucket.first)
-                beside = None if rest is None else rest[at]
-                row = self._row_of[id(place.parameter)]
-                stretch = AdamWSlice(weight, bucket.flat[start:stop], exp_avg[at], exp_avg_sq[at], beside, row)
-                pieces.append(_ParameterShard(place.name, place.parameter, start - place.start, stretch))
-            begun[kind] += bucket.mine.numel()
-        return pieces
+        parts = [_Part(some) for some in self._divided(buckets)]
+        for part in parts:
+            for device in dict.fromkeys(bucket.flat.device for bucket in part.buckets):
+                places = [place for each in part.buckets if each.flat.device == device for place in self._places_in(each)]
+                wanted = [(place.weight.numel(), self._types_of(place)) for place in places]
+                part.steppers[device] = AdamWStepper(device, self.param_groups)
+                for place, (stored, passed) in zip(places, allocate_state(device, wanted, self._ring(device)), strict=True):
+                    row = self._row_of[id(place.parameter)]
+                    state = ParameterState(place.weight, stored, row, place.start, passed)
+                    part.pieces.append(
+                        _ParameterShard(place.name, place.parameter, place.start, state, state.grads_of(place.grad))
+                    )
+        return parts
 
-    def _state_of(self, piece: _ParameterShard) -> dict[str, Tensor]:
+    def _ring(self, device: torch.device) -> StateRing | None:
+        if self._offload and device not in self._rings:
+            self._rings[device] = StateRing(device)
+        return self._rings.get(device)
+
+    def _divided(self, buckets: list[Bucket]) -> list[list[Bucket]]:
+        """Divide buckets into those that are stepped together: all, or in backward those of a buffer."""
+        if self.backward_steps is None:
+            return [buckets]
+        sizes = [bucket.flat.numel() for bucket in buckets]
+        keys = plan_buffers([bucket.places for bucket in buckets], sizes, RELEASED_BYTES // torch.float32.itemsize)
+        return [[bucket for bucket, other in zip(buckets, keys, strict=True) if other == key] for key in dict.fromkeys(keys)]
+
+    def _places_in(self, bucket: Bucket) -> Iterator[_Place]:
+        for place, start, stop in bucket.parts():
+            weight = self._gathered.flat[bucket.index][start:stop] if self._gathered else _flat(place.name, place.parameter)
+            yield _Place(place.name, place.parameter, weight, bucket.flat[start:stop], start - place.start)
+
+    def _types_of(self, place: _Place) -> Types:
+        parameter, moments = place.parameter, TYPES[self._moments[place.parameter] or ""]
+        if moments is torch.int8 and (parameter.dim() < 2 or parameter.numel() % BLOCK):
+            moments = torch.float32
+        return state_types(moments, _BESIDE.get(parameter.dtype, {}))
+
+    def _state_of(self, part: _Part, piece: _ParameterShard) -> dict[str, Tensor]:
         """Return the state of torch's AdamW, in the parameter's shape, and what is kept beside the weight. One-dimensional with
         shard."""
-        stretch = piece.stretch
-        step = self._steppers[stretch.weight.device].counts[stretch.row]
-        state = {"step": step, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
-        if stretch.rest is not None:
-            state["low" if stretch.rest.dtype is torch.int16 else "master"] = stretch.rest
-        shape = (-1,) if self._gathered else piece.parameter.shape
-        return {name: tensor if name == "step" else tensor.view(shape) for name, tensor in state.items()}
+        shape = piece.parameter.shape
+        rows = (*shape[:-1], shape[-1] // BLOCK) if shape and not shape[-1] % BLOCK else (-1,)
+        shapes = {name: (-1,) if self._gathered else rows if name in SCALES else shape for name in piece.state.stored}
+        step = part.steppers[piece.state.device].counts[piece.state.row]
+        return {"step": step, **{name: each.view(shapes[name]) for name, each in piece.state.stored.items()}}
 
     # ---- a step ----
 
@@ -165,7 +236,8 @@ class AdamW(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, max_norm: float | None = None, *, zero: bool = False, norm: Tensor | None = None
     ) -> Tensor | None:
-        """Step the weights. `main_grads.finish()` comes before, `main_grads.zero_()` after.
+        """Step the weights. `main_grads.finish()` comes before, `main_grads.zero_()` after. With in_backward the weights are
+        stepped already, and the norm is returned where `StepInBackward` has a max_norm.
 
         Args:
             max_norm: step by the gradient scaled to a norm of at most this, as `main_grads.clip_` scales it. The buffers keep it
@@ -176,21 +248,64 @@ class AdamW(torch.optim.Optimizer):
         main_grads = self._main_grads
         main_grads.check_finished("step()")
         check_max_norm(max_norm)
+        if self.backward_steps is not None:
+            if max_norm is not None or norm is not None:
+                raise ValueError("max_norm must be given as StepInBackward(max_norm=...), as backward has stepped already")
+            main_grads.mark_zeroed()
+            return self.backward_steps.finish()
         self._follow()
         if max_norm is None:
             norm = None
         elif norm is None:
             norm = main_grads.norm()
-        for stepper in self._steppers.values():
-            stepper.run(self.param_groups, norm, max_norm, zero and not main_grads.releases)
-        if zero and not any(map(is_capturing, self._steppers)):  # a capture has cleared nothing yet
+        for part in self._parts:
+            self._run(part, norm, max_norm, zero and not main_grads.releases)
+        if zero and not self._captures():  # a capture has cleared nothing yet
             main_grads.mark_zeroed()
         self.publish()
         return norm
 
+    def _run(self, part: _Part, norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
+        for stepper in part.steppers.values():
+            stepper.run(self.param_groups, norm, max_norm, zero)
+
+    @torch.no_grad()
+    def step_buckets(self, buckets: list[Bucket], norm: Tensor | None, max_norm: float | None) -> None:
+        """Step one part in backward. `BucketSteps` calls it."""
+        part = self._part_with(buckets[0])
+        self._run(part, norm, max_norm, False)
+        trained = self._main_grads.trained
+        torch.autograd.graph.increment_version([each.parameter for each in part.pieces if id(each.parameter) in trained])
+
+    def buckets_with(self, bucket: Bucket) -> list[Bucket]:
+        """Return the buckets that are stepped with this one in backward."""
+        self._follow()
+        return self._part_with(bucket).buckets
+
+    def _part_with(self, bucket: Bucket) -> _Part:
+        return next(part for part in self._parts if bucket in part.buckets)
+
+    @property
+    def stepped(self) -> list[str]:
+        """Names of the parameters that were stepped in backward since the last step(): after an error their weights are new, and
+        the others' are old."""
+        return [] if self.backward_steps is None else [*self.backward_steps.stepped]
+
+    def passes(self) -> tuple[int, float]:
+        """Return the bytes of offloaded state that pass in a step, each way, and the bytes a second of a copy by itself."""
+        rings = self._rings.values()
+        return sum(ring.bytes for ring in rings), min((ring.rate() for ring in rings), default=0.0)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """`main_grads.accumulate()`: the microbatches of a step but the last."""
+        return self._main_grads.accumulate()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`main_grads.zero_()`."""
         self._main_grads.zero_()
+
+    def _captures(self) -> bool:
+        return any(is_capturing(device) for part in self._parts for device in part.steppers)
 
     def _follow(self) -> None:
         """Make state for what was unfrozen. Make the tables of addresses anew where other parameters are trained than in the last
@@ -198,7 +313,7 @@ class AdamW(torch.optim.Optimizer):
         buckets, trained = self._main_grads.buckets, self._main_grads.trained
         if self._laid == len(buckets) and self._where == [*self._places()]:
             return
-        if any(map(is_capturing, self._steppers)):
+        if self._captures():
             raise RuntimeError(
                 "the trained parameters and their places must be the same in a capture as in the last step(), but are others"
             )
@@ -209,11 +324,13 @@ class AdamW(torch.optim.Optimizer):
         if self._gathered:
             self._gathered.check()
         else:
-            for piece in self._pieces:
-                piece.stretch = piece.stretch._replace(weight=_flat(piece.name, piece.parameter))
-        stepped = [piece.stretch for piece in self._pieces if id(piece.parameter) in trained]
-        for device, stepper in self._steppers.items():
-            stepper.lay([stretch for stretch in stepped if stretch.exp_avg.device == device])
+            for piece in self._pieces():
+                piece.state.weight = _flat(piece.name, piece.parameter)
+        for part in self._parts:
+            stepped = [piece for piece in part.pieces if id(piece.parameter) in trained]
+            for device, stepper in part.steppers.items():
+                mine = [piece for piece in stepped if piece.state.device == device]
+                stepper.lay(passed for piece in mine for passed in piece.state.slices(piece.grads))
         self._where = [*self._places()]  # with shard new ones have moved
 
     def _places(self) -> Iterator[tuple[int, bool, bool]]:
@@ -231,68 +348,59 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def reload(self) -> None:
         """Take the masters from the model's weights again, without bits that the weights don't have."""
-        self._reload(self._pieces)
+        self._settle()
+        self._reload(self._pieces())
 
-    def _reload(self, pieces: list[_ParameterShard]) -> None:
+    def _reload(self, pieces: Iterable[_ParameterShard]) -> None:
         for piece in pieces:
-            weight, rest = piece.parameter.detach().reshape(-1)[piece.start : piece.stop], piece.stretch.rest
-            if rest is not None and rest.dtype is torch.int16:
-                rest.zero_()
-            elif rest is not None:
-                rest.copy_(weight)
+            stored = piece.state.stored
+            if LOW in stored:
+                stored[LOW].zero_()
+            elif MASTER in stored:
+                stored[MASTER].copy_(piece.parameter.detach().reshape(-1)[piece.start : piece.stop])
+
+    def _pieces(self) -> Iterator[_ParameterShard]:
+        for part in self._parts:
+            yield from part.pieces
+
+    def _settle(self) -> None:
+        """Let the host's memory have what is offloaded, for reading and writing."""
+        for ring in self._rings.values():
+            ring.settle()
 
     # ---- states ----
 
     def masters(self) -> Iterator[State]:
         """Yield what a checkpoint keeps of this rank: a parameter's name, "master", "exp_avg" or "exp_avg_sq", the fp32 numbers,
-        and their start and stop in the flattened parameter. Masters of bf16 weights are copies, made one at a time; the other
-        tensors are those that `step` uses. Write masters by `set_master`: in place, that of an fp16 weight is lost at the next
-        call, which takes the weight again."""
+        and their start and stop in the flattened parameter. What is not stored in fp32 is a copy, made one at a time; the other
+        tensors are those that `step` uses. Write by `set_master`: in place, a copy is lost, and so is the master of an fp16
+        weight at the next call, which takes the weight again."""
         self._follow()
-        for piece in self._pieces:
+        self._settle()
+        for piece in self._pieces():
             for kind in KINDS:
-                yield piece.name, kind, piece.tensor(kind), piece.start, piece.stop
+                yield piece.name, kind, piece.state.read(kind), piece.start, piece.stop
 
-    @contextmanager
-    def masters_in_gradients(self) -> Iterator[list[State]]:
-        """Yield what `masters` yields, without copies and writable: in this block the gradients' memory holds the masters of bf16
-        weights. At its end, also after an error, weights follow their masters and gradients are zeros. Call `publish` after a
-        block that wrote. Gradients from before are lost, and none may come in the block."""
-        self.zero_grad()
+    def parameter_states(self) -> Iterator[tuple[Tensor, ParameterState, int]]:
+        """Yield each parameter that this rank steps, its state, and where in the flattened parameter that begins. Call `publish`
+        after writing."""
         self._follow()
-        self._main_grads.fill_()
-        unpacked: list[_ParameterShard] = []  # whose masters must be put back
-        states: list[State] = []
-        try:
-            for piece in self._pieces:
-                master = master_in_gradient(piece.stretch)
-                unpacked.append(piece)
-                for kind in KINDS:
-                    tensor = master if kind == "master" else piece.tensor(kind)
-                    states.append((piece.name, kind, tensor, piece.start, piece.stop))
-            yield states
-        finally:
-            for piece in unpacked:
-                put_from_gradient(piece.stretch)
-            self.zero_grad()
+        self._settle()
+        for piece in self._pieces():
+            yield piece.parameter, piece.state, piece.start
 
     @torch.no_grad()
     def set_master(self, name: str, kind: str, values: Tensor, start: int, stop: int) -> None:
         """Write what `masters` yielded, or a part of it; weights follow their masters. Call `publish` after the last."""
-        pieces = [piece for piece in self._pieces if piece.name == name and piece.start <= start <= stop <= piece.stop]
+        pieces = [piece for piece in self._pieces() if piece.name == name and piece.start <= start <= stop <= piece.stop]
         if not pieces or kind not in KINDS:
             raise ValueError(
                 f"name, kind, start and stop must be of what masters() gives, but are {name}, {kind}, {start}, {stop}"
             )
         if values.numel() != stop - start:
             raise ValueError(f"values must be {stop - start} numbers, but are {values.numel()}")
-        whole = pieces[0].stretch._replace(grad=pieces[0].stretch.exp_avg)  # the gradient may have no memory
-        part = whole.part(start - pieces[0].start, stop - pieces[0].start)
-        values = values.reshape(-1).to(part.weight.device, torch.float32)
-        if kind == "master":
-            store_master(part, values)
-        else:
-            getattr(part, kind).copy_(values)
+        self._settle()
+        pieces[0].state.write(kind, values, start - pieces[0].start, stop - pieces[0].start)
 
     @torch.no_grad()
     def set_masters(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -300,59 +408,60 @@ class AdamW(torch.optim.Optimizer):
         Weights follow, on all ranks."""
         self._main_grads.follow()
         self._follow()
+        self._settle()
         pieces: dict[str, list[_ParameterShard]] = {}
-        for piece in self._pieces:
+        for piece in self._pieces():
             pieces.setdefault(piece.name, []).append(piece)
         for name, whole in named:
             for piece in pieces.get(name, ()):
-                store_master(piece.stretch, whole.reshape(-1)[piece.start : piece.stop])
+                piece.state.write(MASTER, whole.reshape(-1)[piece.start : piece.stop])
         self.publish()
 
     def set_step(self, step: int) -> None:
         """Set the number of steps made, of parameters that have state. One that is unfrozen later begins anew."""
-        for piece in self._pieces:
+        for piece in self._pieces():
             self.state[piece.parameter]["step"].fill_(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch.optim.AdamW's state with each weight in fp32 as "master", a copy for bf16; with shard this rank's."""
+        """Return torch.optim.AdamW's state; with shard this rank's. Beside fp32 moments is each weight in fp32 as "master", a
+        copy for bf16. Others have what is kept beside the weight, as `ShardedAdamW` has it."""
+        self._settle()
         packed = super().state_dict()
         places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
-        for piece in self._pieces:
-            state = self.state[piece.parameter]
-            packed["state"][places[id(piece.parameter)]] = {
-                "step": state["step"].clone(),  # optimizers add to it in place
-                "exp_avg": state["exp_avg"],
-                "exp_avg_sq": state["exp_avg_sq"],
-                "master": piece.tensor("master").view(state["exp_avg"].shape),
-            }
-        return {**packed, "shard": shard_of(self._main_grads)}
+        for piece in self._pieces():
+            state = {**self.state[piece.parameter]}
+            state["step"] = state["step"].clone()  # optimizers add to it in place
+            if MOMENTS[0] in state and state[MOMENTS[0]].dtype is torch.float32:
+                state.pop(LOW, None)
+                state[MASTER] = piece.state.read(MASTER).view(state[MOMENTS[0]].shape)
+            packed["state"][places[id(piece.parameter)]] = state
+        return {**with_norm(packed, self.backward_steps), "shard": shard_of(self._main_grads)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, and write the model's weights by their masters. torch.optim's states have no masters, and fp32 weights
-        then stay unchanged. Parameters without a state begin anew. A state must be of the same rank and number of ranks."""
+        then stay unchanged. Moments are converted to those that are kept here. Parameters without a state begin anew. A state
+        must be of the same rank and number of ranks."""
         self._main_grads.follow()
         self._follow()
+        self._settle()
         with loading(self, state_dict) as state:
             self._check_state(state)
             set_options(self.param_groups, state["param_groups"])
+            take_norm(self.param_groups, self.backward_steps)
             places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
-            for piece in self._pieces:
-                theirs = state["state"].get(places[id(piece.parameter)])
-                if theirs is None:  # it was not trained
-                    self._reload([piece])
-                    theirs = {"step": torch.zeros(()), **{kind: torch.zeros_like(piece.tensor(kind)) for kind in KINDS[1:]}}
-                self.state[piece.parameter]["step"].copy_(theirs["step"])
-                for kind in KINDS:
-                    if kind in theirs:
-                        self.set_master(piece.name, kind, theirs[kind], piece.start, piece.stop)
+            for piece in self._pieces():
+                theirs = state["state"].get(places[id(piece.parameter)], {})  # none: it was not trained
+                self.state[piece.parameter]["step"].fill_(theirs.get("step", 0))
+                kept = {name: each.reshape(-1) for name, each in theirs.items() if name != "step" and isinstance(each, Tensor)}
+                piece.state.load(kept)
             self.publish()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         check_shard(state, self._main_grads)
         check_sizes(self.param_groups, state["param_groups"])
         placed = {id(parameter) for _, parameter in self._main_grads.named}
-        pieces = {id(piece.parameter): piece for piece in self._pieces}
+        pieces = {id(piece.parameter): piece for piece in self._pieces()}
         for place, parameter in enumerate(self._parameters()):
             saved, piece = state["state"].get(place), pieces.get(id(parameter))
             if saved is not None and id(parameter) not in placed:
@@ -362,11 +471,14 @@ class AdamW(torch.optim.Optimizer):
                 )
             if saved is None or piece is None:
                 continue
-            shape = tuple(self.state[parameter]["exp_avg"].shape)
-            for kind in KINDS if piece.stretch.rest is not None else KINDS[1:]:
-                there = tuple(saved[kind].shape) if kind in saved else None
+            shape = (piece.state.weight.numel(),) if self._gathered else tuple(parameter.shape)
+            needed = [*(CODES if CODES[0] in saved else MOMENTS)]
+            if MASTER not in saved and LOW not in saved and parameter.dtype is not torch.float32:
+                needed.append(MASTER)
+            for name in needed:
+                there = tuple(saved[name].shape) if name in saved else None
                 if there != shape:
-                    raise ValueError(f"state must have {kind} of shape {shape} for {piece.name}, but has {there}")
+                    raise ValueError(f"state must have {name} of shape {shape} for {piece.name}, but has {there}")
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.param_groups:
@@ -378,14 +490,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-# ---- state and checks ----
-
-
-def _state(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Allocate exp_avg, exp_avg_sq and what is kept beside the weight."""
-    exp_avg, exp_avg_sq = (torch.zeros(size, device=device) for _ in range(2))
-    beside = _BESIDE.get(dtype)
-    return exp_avg, exp_avg_sq, None if beside is None else torch.zeros(size, dtype=beside, device=device)
+# ---- checks ----
 
 
 def _flat(name: str, parameter: Tensor) -> Tensor:

@@ -49,11 +49,29 @@ class AdamWSlice(NamedTuple):
         scale, scale_sq = (None if each is None else each[blocks] for each in (self.scale, self.scale_sq))
         return AdamWSlice(weight, grad, exp_avg, exp_avg_sq, rest, self.row, scale, scale_sq, self.first + start)
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Return both in fp32: copies of what is stored in fewer bits."""
+    def read(self, kind: str) -> Tensor:
+        """Return the master, exp_avg or exp_avg_sq in fp32: a copy, or its memory where that is fp32."""
+        if kind == "master":
+            return master_of(self)
         if self.scale is None or self.scale_sq is None:
-            return self.exp_avg.float(), self.exp_avg_sq.float()
-        return decode(self.exp_avg, self.scale), decode_sq(self.exp_avg_sq, self.scale_sq)
+            stored: Tensor = getattr(self, kind)
+            return stored.float()
+        return decode(self.exp_avg, self.scale) if kind == "exp_avg" else decode_sq(self.exp_avg_sq, self.scale_sq)
+
+    def write(self, kind: str, values: Tensor) -> None:
+        """Store fp32 numbers of a kind, codes by rounding to nearest. Weights follow their masters."""
+        if kind == "master":
+            store_master(self, values)
+        elif self.scale is None or self.scale_sq is None:
+            _put(getattr(self, kind), values)
+        elif kind == "exp_avg":
+            encode(values, self.exp_avg, self.scale)
+        else:
+            encode_sq(values, self.exp_avg_sq, self.scale_sq)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Return both in fp32."""
+        return self.read("exp_avg"), self.read("exp_avg_sq")
 
     def put_moments(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor | None = None) -> None:
         """Store fp32 numbers. step: of AdamW, by which codes are drawn; None rounds to nearest."""
@@ -109,29 +127,7 @@ def master_of(stretch: AdamWSlice) -> Tensor:
         return joined_master(stretch.weight, stretch.rest)  # type: ignore[arg-type]
     if stretch.rest is not None:
         follow_weight(stretch.weight, stretch.rest)
-    return _whole(stretch)
-
-
-def _whole(stretch: AdamWSlice) -> Tensor:
     return stretch.weight if stretch.rest is None else stretch.rest
-
-
-def master_in_gradient(stretch: AdamWSlice) -> Tensor:
-    """Return the fp32 masters for writing: their storage where they are stored whole, else the gradient's memory."""
-    if not stretch.split:
-        return master_of(stretch)
-    for block in _blocks(stretch):
-        joined_master(block.weight, block.rest, block.grad.view(torch.int32))  # type: ignore[arg-type]
-    return stretch.grad
-
-
-def put_from_gradient(stretch: AdamWSlice) -> None:
-    """Write the weights by what `master_in_gradient` returned. Overwrites the gradient's memory."""
-    if not stretch.split:
-        store_master(stretch, _whole(stretch))
-        return
-    for block in _blocks(stretch):
-        _split_(block.weight, block.rest, block.grad)  # type: ignore[arg-type]
 
 
 def _blocks(stretch: AdamWSlice) -> Iterator[AdamWSlice]:

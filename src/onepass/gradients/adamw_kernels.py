@@ -205,7 +205,7 @@ def batches_of(stretches: Iterable[AdamWSlice]) -> list[AdamWBatch]:
     bytes."""
     found: dict[tuple[Hashable, ...], list[AdamWSlice]] = {}
     for stretch in stretches:
-        types = stretch.weight.dtype, stretch.grad.dtype, stretch.split
+        types = stretch.weight.dtype, stretch.grad.dtype, stretch.exp_avg.dtype, stretch.split
         kind = _is_even(stretch), storage_id(stretch.exp_avg), stretch.weight.device, types
         found.setdefault(kind, []).append(stretch)
     return [_batch(alike, _MULTIPLE if even else 1) for (even, *_), alike in found.items()]

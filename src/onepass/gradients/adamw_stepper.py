@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from onepass.gradients.adamw_formula import AdamWSlice, step_formula
 from onepass.gradients.adamw_kernels import OPTIONS, SCALARS, AdamWBatch, batches_of, step_batch, write_scalars
+from onepass.gradients.offloaded_state import Passage
 from onepass.kernels.device_tables import is_capturing
 from onepass.kernels.language import triton_unsupported
 from onepass.runtime import backend
@@ -30,28 +32,41 @@ class AdamWStepper:
         self.places = self.options.unbind()
         self.known: list[float | None] = [0.0] * len(self.places)  # None: not known here
         self.stretches: list[AdamWSlice] = []
+        self.passages: list[tuple[Passage | None, list[AdamWSlice], list[AdamWBatch]]] = []
         self.rows = torch.zeros(0, 2, dtype=torch.int64, device=device)  # of parameters that are stepped, and their groups
-        self.batches: list[AdamWBatch] = []
 
-    def lay(self, stretches: list[AdamWSlice]) -> None:
-        for stretch in stretches:
+    def lay(self, passed: Iterable[tuple[Passage | None, AdamWSlice]]) -> None:
+        """Make tables of addresses of slices, those of a passage together."""
+        found: dict[Passage | None, list[AdamWSlice]] = {}
+        self.stretches = []
+        for passage, stretch in passed:
+            found.setdefault(passage, []).append(stretch)
+            self.stretches.append(stretch)
+        for stretch in self.stretches:
             if stretch.weight.device != self.device:
                 raise RuntimeError(
                     f"parameters must stay on the device where their optimizer was made, {self.device}, but one of "
                     f"{stretch.weight.numel()} numbers is on {stretch.weight.device} by now: make the "
                     "optimizer after moving the model"
                 )
-        self.stretches, self.batches = stretches, batches_of(each for each in stretches if each.weight.numel())
-        rows = [(row, self.group_of[row]) for row in dict.fromkeys(stretch.row for stretch in stretches)]
+        self.passages = [
+            (passage, some, batches_of(each for each in some if each.weight.numel())) for passage, some in found.items()
+        ]
+        rows = [(row, self.group_of[row]) for row in dict.fromkeys(stretch.row for stretch in self.stretches)]
         self.rows = torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(self.device)
 
-    def move_gradients(self, stretches: list[AdamWSlice]) -> None:
-        """Take the gradients of these: the last ones but for their addresses, storages and offsets shared alike."""
-        moved = {id(old.grad): new.grad for old, new in zip(self.stretches, stretches, strict=True)}
-        self.stretches = stretches
-        for batch in self.batches:
-            batch.sources = [moved[id(source)] for source in batch.sources]
-            batch.tensors = (batch.tensors[0], batch.sources[0], *batch.tensors[2:])
+    def move_gradients(self, grads: list[Tensor]) -> None:
+        """Take these gradients of `stretches`: the last ones but for their addresses, storages and offsets shared alike."""
+        moved = {id(old.grad): new for old, new in zip(self.stretches, grads, strict=True)}
+        self.passages = [
+            (passage, [each._replace(grad=moved[id(each.grad)]) for each in some], batches)
+            for passage, some, batches in self.passages
+        ]
+        self.stretches = [old._replace(grad=new) for old, new in zip(self.stretches, grads, strict=True)]
+        for _, _, batches in self.passages:
+            for batch in batches:
+                batch.sources = [moved[id(source)] for source in batch.sources]
+                batch.tensors = (batch.tensors[0], batch.sources[0], *batch.tensors[2:])
 
     def run(self, groups: list[dict[str, Any]], norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
         if not self.stretches:  # with shard a rank may step nothing
@@ -60,8 +75,10 @@ class AdamWStepper:
         if self._use_triton():
             self._write_options(groups, max_norm)
             write_scalars(self.options, self.rows, self.steps, norm, self.scalars)
-            for batch in self.batches:
-                step_batch(batch, self.scalars, zero)
+            for passage, _, batches in self.passages:
+                with _present(passage):
+                    for batch in batches:
+                        step_batch(batch, self.scalars, zero)
             return
         factor = None if norm is None or max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if factor is not None and factor.device.type == "cpu" and factor == 1:  # reading it waits for nothing on a CPU
@@ -76,11 +93,13 @@ class AdamWStepper:
 
     def _run_formula(self, groups: list[dict[str, Any]], factor: Tensor | None, zero: bool) -> None:
         self.steps[self.rows[:, 0]] += 1
-        for place, group in enumerate(groups):
-            options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            options["beta1"], options["beta2"] = group["betas"]
-            mine = [each for each in self.stretches if self.group_of[each.row] == place]
-            step_formula(mine, self.counts, factor, **options)
+        for passage, some, _ in self.passages:
+            with _present(passage):
+                for place, group in enumerate(groups):
+                    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+                    options["beta1"], options["beta2"] = group["betas"]
+                    mine = [each for each in some if self.group_of[each.row] == place]
+                    step_formula(mine, self.counts, factor, **options)
         if zero:
             torch._foreach_zero_([each.grad for each in self.stretches])
 
@@ -110,6 +129,16 @@ class AdamWStepper:
             torch._foreach_add_(places, numbers)
             for place, number in changed.items():  # not before they are written: that may fail
                 self.known[place] = None if fixed else number
+
+
+@contextmanager
+def _present(passage: Passage | None) -> Iterator[None]:
+    """Have a passage's state on the device in the block."""
+    if passage is not None:
+        passage.ring.enter(passage)
+    yield
+    if passage is not None:
+        passage.ring.leave(passage)
 
 
 def check_options(group: Mapping[str, Any]) -> None:

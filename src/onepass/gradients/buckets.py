@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.main_grad import is_capturing
 from onepass.gradients.packed_params import packed_groups
 
@@ -44,12 +45,14 @@ class Bucket:
     held: set[int] = field(default_factory=set)  # parameters with deferred gradients, which come after backward
     streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)  # on which gradients were added
     work: Any = None  # the reduction under way
+    closed: bool = False  # its reduction has begun in this step, or it was stepped
 
     def __post_init__(self) -> None:
         self.expect_all()
 
     def expect_all(self) -> None:
         """Note that the step's gradients are all to come."""
+        self.closed = False
         self.missing = {id(place.parameter): place.parameter for place in self.places}
 
     def parts(self) -> Iterator[tuple[BucketSlice, int, int]]:
@@ -135,10 +138,21 @@ def plan_buckets(named: list[tuple[str, Any]], limit: int) -> list[list[BucketSl
             full.append(filling[kind])
             places = []
         for parameter in together:
-            start = round_up(places[-1].stop, ALIGNED) if places else 0
+            start = round_up(places[-1].stop, _alignment(parameter)) if places else 0
             places = [*places, BucketSlice(names[id(parameter)], parameter, start, start + parameter.numel())]
         filling[kind] = order, places
     return [places for _, places in sorted([*full, *filling.values()], key=lambda each: each[0])]
+
+
+def _alignment(parameter: Tensor) -> int:
+    """Where a parameter may begin. Ranks cut matrices between blocks of 8-bit moments."""
+    return BLOCK if parameter.dim() > 1 and not parameter.numel() % BLOCK else ALIGNED
+
+
+def size_of(places: list[BucketSlice], ranks: int) -> int:
+    """Return the elements of a bucket, of which each rank has as many."""
+    unit = ALIGNED if ranks == 1 else max(_alignment(place.parameter) for place in places)
+    return round_up(places[-1].stop, unit * ranks)
 
 
 def plan_buffers(

@@ -14,18 +14,16 @@ A gradient gets into main_grad in one of three ways:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.distributed.collectives import group_of_several, start_all_gather
+from onepass.distributed.collectives import group_of_several
 from onepass.gradients.buckets import (
-    ALIGNED,
     BUCKET_BYTES,
     RELEASED_BYTES,
     TYPES,
@@ -37,13 +35,14 @@ from onepass.gradients.buckets import (
     named_parameters,
     plan_buckets,
     plan_buffers,
-    round_up,
+    size_of,
 )
-from onepass.gradients.main_grad import add_gradient, is_capturing, is_placeholder, main_grad_of
+from onepass.gradients.gradient_norm import gradient_norm, scale_gradient
+from onepass.gradients.main_grad import add_gradient, is_capturing, is_placeholder
 from onepass.gradients.module_tree import ModuleTree
-from onepass.gradients.packed_params import are_packed, concat_no_grad, packed_groups
+from onepass.gradients.packed_params import releasable_buffers
 from onepass.gradients.parameter_hooks import ParameterHooks
-from onepass.gradients.releasable_storage import ReleasableBuffer, ensure_written, storage_id
+from onepass.gradients.releasable_storage import ReleasableBuffer, buffer_of, ensure_written
 from onepass.runtime.cuda_graph import current_step
 from onepass.runtime.moved import renamed
 from onepass.runtime.process_setting import validating
@@ -130,9 +129,16 @@ class MainGrads:
         self._accumulating = False
         self._clear: list[int] | None = None  # the buffers' versions when an optimizer left zeros in them
         self._add_buckets(self._unplaced())
+        self.begun = 0  # steps
+        self._stepper: Callable[[], Callable[[Bucket], None] | None] = lambda: None
         self._open()
         if release:
             self._give_back()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module whose parameters these are, if it was given and lives."""
+        return self._module()
 
     # ---- layout ----
 
@@ -177,13 +183,13 @@ class MainGrads:
                 self._bucket_of[id(place.parameter)] = bucket
                 self._hooks.attach(place.parameter, bucket.flat[place.start : place.stop].view(place.parameter.shape))
         if self.releases:
-            self._released += self._releasable_buffers(buffers, buckets, named)
+            main_grads = [place.parameter.main_grad for bucket in buckets for place in bucket.places]
+            self._released += releasable_buffers(buffers, main_grads, [parameter for _, parameter in named])
 
     def _allocate(self, planned: list[list[BucketSlice]]) -> tuple[list[Tensor], list[Bucket]]:
         """Allocate one buffer for each device and type of parameters, as weights are gathered in their own type. With `release`
         there are several, each of which gets its memory by itself."""
-        whole = ALIGNED * self.ranks
-        sizes = [round_up(places[-1].stop, whole) for places in planned]
+        sizes = [size_of(places, self.ranks) for places in planned]
         keys = plan_buffers(planned, sizes, RELEASED_BYTES // self.dtype.itemsize if self.releases else None)
         totals = dict.fromkeys(keys, 0)
         for key, size in zip(keys, sizes, strict=True):
@@ -200,20 +206,6 @@ class MainGrads:
                 first = self.group.rank() * length
             buckets.append(Bucket(index, places, flat, flat[first : first + length], first))
         return list(buffers.values()), buckets
-
-    def _releasable_buffers(
-        self, buffers: list[Tensor], buckets: list[Bucket], named: list[tuple[str, Any]]
-    ) -> list[ReleasableBuffer]:
-        own: dict[int, list[Tensor]] = {storage_id(buffer): [] for buffer in buffers}
-        for bucket in buckets:
-            own[storage_id(bucket.flat)] += [place.parameter.main_grad for place in bucket.places]
-        together: dict[int, list[tuple[list[Any], Tensor]]] = {storage: [] for storage in own}
-        for laid in packed_groups([parameter for _, parameter in named]):
-            main_grads: list[Any] = [main_grad_of(parameter) for parameter in laid]
-            for first, last in combinations(range(len(laid) + 1), 2):
-                if last - first > 1 and are_packed(run := main_grads[first:last]):
-                    together[storage_id(run[0])].append((run, concat_no_grad(run)))
-        return [ReleasableBuffer(buffer, own[storage_id(buffer)], together[storage_id(buffer)]) for buffer in buffers]
 
     # ---- a step ----
 
@@ -264,6 +256,7 @@ class MainGrads:
                 released.release()
 
     def _open(self) -> None:
+        self.begun += 1
         self._next = 0  # the first bucket whose reduction has not begun
         self._overdue: list[Tensor] = []  # parameters whose gradients came after their reduction began
         self._finished = False
@@ -275,6 +268,20 @@ class MainGrads:
             for place in bucket.places:
                 place.parameter.grad = None
                 place.parameter.grad_added_to_main_grad = False
+
+    def step_by(self, step: Callable[[Bucket], None]) -> None:
+        """Give each bucket to a method of an optimizer as soon as its gradients are whole, in backward or in `finish`. It may
+        `give_back` them. Only a weak reference is kept."""
+        if self.group is not None or self.tp_group is not None or self.pp_group is not None:
+            raise ValueError("in_backward is for one rank, but main_grads has groups of several: leave in_backward False")
+        if not self.releases:
+            raise ValueError("in_backward needs gradients whose memory can be given back: make MainGrads(..., release=True)")
+        self._stepper = weakref.WeakMethod(step)
+
+    def give_back(self, buckets: Iterable[Bucket]) -> None:
+        """Free the memory of released buckets before the step's end."""
+        for buffer in {id(each): each for bucket in buckets if (each := buffer_of(bucket.flat)) is not None}.values():
+            buffer.release()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -303,18 +310,23 @@ class MainGrads:
         self._wait()
         for bucket in self.buckets:
             bucket.wait_for_gradients()
+        self._finished = True
+        if self._stepper() is not None:  # and has freed the memory
+            return
         self.fill_()
         frozen = [parameter.main_grad for _, parameter in self.named if id(parameter) not in self.trained]
         if frozen:  # as of a backward before it was frozen: neither a norm nor the next step is to have it
             torch._foreach_zero_(frozen)
-        self._finished = True
 
     def _choose_trained(self) -> None:
         """Take those parameters into the step that require a gradient now."""
         self.follow()
-        self.trained = {id(parameter) for _, parameter in self.named if parameter.requires_grad}
+        self.note_trained()
         if (step := current_step()) is not None:
             step.given += [parameter for _, parameter in self.given]
+
+    def note_trained(self) -> None:
+        self.trained = {id(parameter) for _, parameter in self.named if parameter.requires_grad}
 
     def _check_still_there(self) -> None:
         """Raise where the module's parameters were replaced, as fully_shard does: the new ones' gradients go elsewhere."""
@@ -343,7 +355,7 @@ class MainGrads:
         bucket.wait_for_gradients()
         bucket.note_stream()
         if self._accumulating:
-            if self._next:
+            if bucket.closed or self._next:
                 self._overdue.append(parameter)
                 raise RuntimeError(_reject_overdue(self._name(parameter), "the step's reductions had begun"))
             self._take(parameter)
@@ -353,13 +365,13 @@ class MainGrads:
                 f"{self._name(parameter)}'s gradient must be captured in `with main_grads.accumulate():`, but was outside of it: "
                 "a CUDA graph's replay calls no hooks, which count gradients and start reductions"
             )
-        if bucket.index < self._next or id(parameter) not in bucket.missing:
+        if bucket.closed or id(parameter) not in bucket.missing:
             self._overdue.append(parameter)
             self.check_open(parameter)
             raise RuntimeError(_reject_overdue(self._name(parameter), "another one's outside of accumulate()"))
         self._take(parameter)
         del bucket.missing[id(parameter)]
-        self._start_full()
+        self._start_full(bucket)
 
     def _take(self, parameter: Any) -> None:
         """Add `.grad` to main_grad. The flag does not exclude a `.grad`: another op of a tied weight may have made it."""
@@ -379,13 +391,24 @@ class MainGrads:
         """Note that the current stream adds the parameter's gradient: its hook, reductions and `finish` wait for the stream."""
         self._bucket_of[id(parameter)].note_stream()
 
-    def _start_full(self) -> None:
+    def _start_full(self, come: Bucket) -> None:
+        """Start the reductions of full buckets, in order. Those that are stepped in backward need none: of these, the one that a
+        gradient has come to."""
+        if self._stepper() is not None:
+            if come.is_full():
+                self._start(come)
+            return
         for bucket in self.buckets[self._next :]:
             if not bucket.is_full():
                 return
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
+        bucket.closed = True
+        if (step := self._stepper()) is not None:
+            bucket.wait_for_gradients()
+            step(bucket)
+            return
         self._next = bucket.index + 1
         if self.group is None:
             return
@@ -413,7 +436,7 @@ class MainGrads:
 
     def check_open(self, parameter: Tensor) -> None:
         """Raise where the reduction of the parameter's bucket has begun: adding to main_grad would lose a gradient."""
-        if self._bucket_of[id(parameter)].index < self._next:
+        if self._bucket_of[id(parameter)].closed:
             raise RuntimeError(_reject_overdue(self._name(parameter), "the reduction of its bucket had begun"))
 
     def hold(self, parameter: Tensor) -> None:
@@ -425,7 +448,7 @@ class MainGrads:
         """Note that the deferred gradients are in main_grad, and start the bucket's reduction where nothing is missing."""
         self.added_here(parameter)
         self.give_up(parameter)
-        self._start_full()
+        self._start_full(self._bucket_of[id(parameter)])
 
     def give_up(self, parameter: Tensor) -> None:
         """Note that the parameter's deferred gradients were discarded."""
@@ -447,29 +470,9 @@ class MainGrads:
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the whole gradient, over shards, tp_group and pp_group, in fp32. The CPU does not wait."""
         self.check_finished("norm()")
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be positive, but is {norm_type}")
-        device, all_count = self.buffers[0].device, self.tp_group is None or self.tp_group.rank() == 0
-        if all_count and device.type == "cuda" and not self.shard:  # foreach launches a kernel for every 20 million numbers
-            norms = [torch.linalg.vector_norm(buffer, norm_type, dtype=torch.float32) for buffer in self.buffers]
-        else:
-            parts = [bucket.mine for bucket in self.buckets] if all_count else self._parts_of_this_rank()
-            norms = list(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else []
-        total = torch.stack([*(norm.to(device) for norm in norms), torch.zeros((), device=device)])
-        for group in (self.group if self.shard else None, self.tp_group, self.pp_group):
-            # gathered norms of norms: no square overflows, and a maximum keeps NaN
-            total = start_all_gather(torch.linalg.vector_norm(total, norm_type).view(1), group).wait()
-        whole: Tensor = torch.linalg.vector_norm(total, norm_type)
-        return whole
-
-    def _parts_of_this_rank(self) -> list[Tensor]:
-        """Return the gradients of parameters that differ between tensor-parallel ranks."""
-        return [
-            bucket.flat[start:stop]
-            for bucket in self.buckets
-            for place, start, stop in bucket.parts()
-            if getattr(place.parameter, "tensor_model_parallel", False)
-        ]
+        if self._stepper() is not None:
+            raise RuntimeError("norm() has no gradients where they were stepped in backward: the optimizer's step() returns it")
+        return gradient_norm(self, norm_type)
 
     @torch.no_grad()
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -478,11 +481,7 @@ class MainGrads:
         if not max_norm >= 0:
             raise ValueError(f"max_norm must be 0 or more, but is {max_norm}")
         total = self.norm(norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for bucket in self.buckets:  # not the gaps between parameters, where a NaN factor would leave NaN
-            parts = [bucket.flat[start:stop] for _, start, stop in bucket.parts()]
-            if parts:
-                torch._foreach_mul_(parts, factor.to(bucket.flat.device))
+        scale_gradient(self, (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
     def check_finished(self, what: str) -> None:

@@ -13,6 +13,7 @@ parameter's flag and runs its hooks. Otherwise each parameter's rows are put whe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from onepass.gradients.main_grad import (
     in_fsdp,
     is_placeholder,
     is_shared,
+    main_grad_of,
     main_grads_of,
     mark_accumulated,
     vector_gradients,
 )
-from onepass.gradients.releasable_storage import buffer_of
+from onepass.gradients.releasable_storage import ReleasableBuffer, buffer_of, storage_id
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch
 
 # ---- packing ----
@@ -234,3 +236,17 @@ def _concat_main_grad(parameters: Sequence[Any]) -> Tensor | None:
     if released is not None:
         return released.alias_of(main_grads)
     return _alias(main_grads) if are_packed(main_grads) else None
+
+
+def releasable_buffers(buffers: list[Tensor], main_grads: list[Tensor], parameters: list[Tensor]) -> list[ReleasableBuffer]:
+    """Make flat buffers releasable. main_grads: the parameters', as they lie. Packed ones are views over several too."""
+    own: dict[int, list[Tensor]] = {storage_id(buffer): [] for buffer in buffers}
+    for each in main_grads:
+        own[storage_id(each)].append(each)
+    together: dict[int, list[tuple[list[Any], Tensor]]] = {storage: [] for storage in own}
+    for laid in packed_groups(parameters):
+        mine: list[Any] = [main_grad_of(parameter) for parameter in laid]
+        for first, last in combinations(range(len(laid) + 1), 2):
+            if last - first > 1 and are_packed(run := mine[first:last]):
+                together[storage_id(run[0])].append((run, concat_no_grad(run)))
+    return [ReleasableBuffer(buffer, own[storage_id(buffer)], together[storage_id(buffer)]) for buffer in buffers]

@@ -15,81 +15,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from onepass.gradients.adamw_formula import AdamWSlice
+from onepass.gradients.adamw_state import (
+    CODES,
+    LOW,
+    MASTER,
+    MOMENTS,
+    SCALES,
+    TYPES,
+    Moments,
+    ParameterState,
+    Types,
+    allocate_state,
+    check_offload,
+    state_types,
+    take_moments,
+)
 from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
 from onepass.gradients.eight_bits import BLOCK
+from onepass.gradients.offloaded_state import StateRing
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options
 from onepass.gradients.releasable_storage import storage_id
-from onepass.gradients.step_in_backward import BackwardSteps, StepInBackward, parts_of
+from onepass.gradients.step_in_backward import (
+    BackwardSteps,
+    StepInBackward,
+    how_in_backward,
+    parts_of,
+    take_norm,
+    with_norm,
+)
 from onepass.runtime.sharding import has_dtensor
-from onepass.runtime.sizes import ceil_div
 
-_ALIGNED = BLOCK  # numbers: where a parameter's state begins
 _BYTES = 32  # a gradient's address modulo this decides how it is read
-_MOMENTS = "exp_avg", "exp_avg_sq"
-_CODES = "exp_avg_code", "exp_avg_sq_code"  # of moments in 8 bits; other optimizers don't take them for moments
-_SCALES = "exp_avg_scale", "exp_avg_sq_scale"
-_LOW = "low"  # the lower 16 bits of a bf16 weight's master
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.int8, None: None}  # of moments
+_KINDS: dict[str | None, torch.dtype | None] = TYPES | {None: None}  # of moments
 
 
-@dataclass(eq=False)
-class _Shard:
-    """A rank's part of a parameter, and its state. All are one-dimensional."""
-
-    weight: Tensor
-    state: dict[str, Tensor]
-    row: int  # the parameter's place in its stepper's count of steps
-
-    @property
-    def coded(self) -> bool:
-        return _CODES[0] in self.state
-
-    def slice(self, grad: Tensor) -> AdamWSlice:
-        get = self.state.get
-        exp_avg, exp_avg_sq = (self.state[name] for name in (_CODES if self.coded else _MOMENTS))
-        return AdamWSlice(self.weight, grad, exp_avg, exp_avg_sq, get(_LOW), self.row, get(_SCALES[0]), get(_SCALES[1]))
-
-    def load(self, theirs: dict[str, Tensor]) -> None:
-        """Copy a state, or begin anew without one. Moments that are stored otherwise are converted. Without "low", masters are
-        the weights."""
-        converted = bool(theirs) and (_CODES[0] in theirs) != self.coded
-        for name, mine in self.state.items():
-            if name in theirs and (name == _LOW or not converted):
-                mine.copy_(theirs[name])
-            else:
-                mine.zero_()
-        if converted:
-            given = _Shard(self.weight, theirs, self.row).slice(self.weight)
-            self.slice(self.weight).put_moments(*given.moments())
-
-
-class _Tables:
-    """What steps some of the parameters: a stepper for each device, whose tables have the addresses of the last step."""
+class _Part:
+    """Parameters that are stepped together: a stepper for each device, whose tables have the addresses of the last step."""
 
     def __init__(self) -> None:
         self.steppers: dict[torch.device, AdamWStepper] = {}
         self.layout: list[tuple[Any, ...]] = []  # of the gradients: weight, type, storage, offset, alignment
 
     def step(
-        self, groups: list[dict[str, Any]], given: list[tuple[_Shard, Tensor]], norm: Tensor | None, max_norm: float | None
+        self, groups: list[dict[str, Any]], given: list[tuple[ParameterState, Tensor]], norm: Tensor | None,
+        max_norm: float | None,
     ) -> None:  # fmt: skip
         self._lay(given)
         for stepper in self.steppers.values():
             stepper.run(groups, norm, max_norm, False)
-            # gradients' memory is the caller's to free
-            stepper.move_gradients([stretch._replace(grad=torch.empty(0)) for stretch in stepper.stretches])
+            stepper.move_gradients([torch.empty(0) for _ in stepper.stretches])  # their memory is the caller's to free
         torch.autograd.graph.increment_version([shard.weight for shard, _ in given])
 
-    def _lay(self, given: list[tuple[_Shard, Tensor]]) -> None:
+    def _lay(self, given: list[tuple[ParameterState, Tensor]]) -> None:
         """Make tables of addresses, or let those of the last step follow gradients that lie alike: many times as fast."""
-        stretches = [shard.slice(grad) for shard, grad in given]
         firsts: dict[int, tuple[int, int]] = {}  # storage -> its number, and the offset of its first gradient
         layout = []
         for shard, grad in given:
@@ -97,8 +80,11 @@ class _Tables:
             place = int(grad.storage_offset()) - first, grad.data_ptr() % _BYTES
             layout.append((shard.weight.data_ptr(), grad.dtype, number, *place))
         for device, stepper in self.steppers.items():
-            mine = [stretch for stretch in stretches if stretch.exp_avg.device == device]
-            (stepper.move_gradients if layout == self.layout else stepper.lay)(mine)
+            mine = [(shard, grad) for shard, grad in given if shard.device == device]
+            if layout == self.layout:
+                stepper.move_gradients([part for shard, grad in mine for part in shard.grads_of(grad)])
+            else:
+                stepper.lay(passed for shard, grad in mine for passed in shard.slices(shard.grads_of(grad)))
         self.layout = layout
 
 
@@ -124,6 +110,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             small for a bf16 weight add up in it.
         in_backward: step parameters in backward, as soon as their gradients are whole, and free these. `step` steps what is
             left. `StepInBackward` clips. For one rank.
+        offload: ``state`` keeps masters' bits and moments in the host's memory. They pass through the device part by part.
     """
 
     def __init__(
@@ -134,13 +121,15 @@ class ShardedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        moments: Literal["fp32", "bf16", "8bit"] | None = None,
+        moments: Moments | None = None,
         masters: bool = False,
         in_backward: bool | StepInBackward = False,
+        offload: Literal["state"] | None = None,
     ) -> None:
-        if not isinstance(in_backward, bool | StepInBackward):
-            raise TypeError(f"in_backward must be a bool or a StepInBackward, but is {in_backward!r}")
-        self._masters = masters
+        early = how_in_backward(in_backward)
+        check_offload(offload)
+        self._masters, self._offload = masters, offload is not None
+        self._rings: dict[torch.device, StateRing] = {}
         # torch's own options too: a checkpoint of one is one of the other
         defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
         self._made = False
@@ -149,21 +138,15 @@ class ShardedAdamW(torch.optim.Optimizer):
         super().__init__(given, defaults | {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made = True
         self._check_groups(self.param_groups)
-        self._moments: dict[Tensor, str | None] = {}
-        for group in self.param_groups:
-            kind = group.pop("moments", moments)  # not an option of a group of torch's, which a checkpoint would miss
-            if kind not in _TYPES:
-                raise ValueError(f"moments must be fp32, bf16, 8bit or None, but is {kind!r}")
-            self._moments |= dict.fromkeys(group["params"], kind)
+        self._moments = take_moments(self.param_groups, moments, _KINDS)
         self._rows = {parameter: row for row, parameter in enumerate(self._parameters())}
-        self._shards: dict[Tensor, _Shard] = {}
-        divided = parts_of(list(self._rows)) if in_backward else [list(self._rows)]
-        self._tables: dict[Tensor, _Tables] = {}
+        self._shards: dict[Tensor, ParameterState] = {}
+        divided = parts_of(list(self._rows)) if early else [list(self._rows)]
+        self._part_of: dict[Tensor, _Part] = {}
         for part in divided:
-            self._tables |= dict.fromkeys(part, _Tables())
+            self._part_of |= dict.fromkeys(part, _Part())
         self._add_state([parameter for parameter in self._rows if parameter.requires_grad])
-        how = StepInBackward() if in_backward is True else in_backward
-        self._in_backward = BackwardSteps(self, divided, how) if how else None
+        self._in_backward = BackwardSteps(self, divided, early) if early else None
 
     def _check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         for group in groups:
@@ -184,50 +167,45 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _add_state(self, parameters: Iterable[Tensor]) -> None:
-        """Allocate the state of these parameters, that of a device and of types in one piece each."""
-        found: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        """Allocate the state of these parameters, that of a part's on a device in one piece."""
+        found: dict[torch.device, dict[_Part, list[Tensor]]] = {}
         for parameter in parameters:
-            part = _part(parameter)
-            if not part.is_contiguous():
+            mine = _part(parameter)
+            if not mine.is_contiguous():
                 raise ValueError(f"parameters must be contiguous, but one of shape {tuple(parameter.shape)} is not")
-            kind = part.device, part.dtype, self._type_of(parameter, part)
-            found.setdefault(kind, []).append((parameter, part.view(-1)))
-        for (device, dtype, moments), parts in found.items():
-            for tables in {self._tables[parameter] for parameter, _ in parts}:
-                if device not in tables.steppers:
-                    tables.steppers[device] = AdamWStepper(device, self.param_groups)
-            sizes = [ceil_div(part.numel(), _ALIGNED) * _ALIGNED for _, part in parts]
-            coded = moments is torch.int8
-            types = dict(zip(_CODES, (moments, torch.uint8), strict=True)) if coded else dict.fromkeys(_MOMENTS, moments)
-            if self._masters and dtype is torch.bfloat16:
-                types[_LOW] = torch.int16
-            flat = {name: torch.zeros(sum(sizes), dtype=each, device=device) for name, each in types.items()}
-            scales = {name: torch.zeros(sum(sizes) // BLOCK, device=device) for name in _SCALES if coded}
-            begin = 0
-            for (parameter, part), size in zip(parts, sizes, strict=True):
-                state = {name: each[begin : begin + part.numel()] for name, each in flat.items()}
-                first, last = begin // BLOCK, (begin + part.numel()) // BLOCK
-                state |= {name: each[first:last] for name, each in scales.items()}
-                self._shards[parameter] = _Shard(part, state, self._rows[parameter])
-                begin += size
+            found.setdefault(mine.device, {}).setdefault(self._part_of[parameter], []).append(parameter)
+        for device, some in found.items():
+            if self._offload and device not in self._rings:
+                self._rings[device] = StateRing(device)
+            for part, those in some.items():
+                if device not in part.steppers:
+                    part.steppers[device] = AdamWStepper(device, self.param_groups)
+                wanted = [(_part(each).numel(), self._types_of(each)) for each in those]
+                for each, (stored, passed) in zip(those, allocate_state(device, wanted, self._rings.get(device)), strict=True):
+                    self._shards[each] = ParameterState(_part(each).view(-1), stored, self._rows[each], passed=passed)
         self._adopt()
 
-    def _type_of(self, parameter: Tensor, part: Tensor) -> torch.dtype:
-        """The type of a parameter's moments."""
-        moments = _TYPES[self._moments[parameter]] or part.dtype
+    def _types_of(self, parameter: Tensor) -> Types:
+        """Return the types of a parameter's state."""
+        part = _part(parameter)
+        moments = _KINDS[self._moments[parameter]] or part.dtype
         if moments is torch.int8 and (part.dim() < 2 or parameter.shape[-1] % BLOCK or part.shape[-1] != parameter.shape[-1]):
-            return torch.float32  # blocks are of whole rows, so that all ranks divide alike
-        return moments
+            moments = torch.float32  # blocks are of whole rows, so that all ranks divide alike
+        return state_types(moments, {LOW: torch.int16} if self._masters and part.dtype is torch.bfloat16 else {})
 
     def _adopt(self) -> None:
-        """Make the state the tensors that kernels write."""
+        """Make the state the tensors that kernels write, or those in the host's memory."""
         for parameter, shard in self._shards.items():
-            state = {name: _as_parameter(each, parameter, BLOCK if name in _SCALES else 1) for name, each in shard.state.items()}
+            state = {name: _as_parameter(each, parameter, BLOCK if name in SCALES else 1) for name, each in shard.stored.items()}
             self.state[parameter] = {"step": self._step_of(parameter, shard), **state}
 
-    def _step_of(self, parameter: Tensor, shard: _Shard) -> Tensor:
-        device = next(iter(shard.state.values())).device
-        return self._tables[parameter].steppers[device].counts[shard.row]
+    def _step_of(self, parameter: Tensor, shard: ParameterState) -> Tensor:
+        return self._part_of[parameter].steppers[shard.device].counts[shard.row]
+
+    def _settle(self) -> None:
+        """Let the host's memory have what is offloaded, for reading and writing."""
+        for ring in self._rings.values():
+            ring.settle()
 
     # ---- a step ----
 
@@ -274,7 +252,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         new = [p for p in parameters if p.grad is not None and p not in self._shards]
         if new:
             self._add_state(new)
-        given: dict[_Tables, list[tuple[_Shard, Tensor]]] = {}
+        given: dict[_Part, list[tuple[ParameterState, Tensor]]] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -286,9 +264,9 @@ class ShardedAdamW(torch.optim.Optimizer):
                         f"one is {parameter.dtype} by now: make the optimizer after converting the model"
                     )
                 shard.weight = _part(parameter).view(-1)
-            given.setdefault(self._tables[parameter], []).append((shard, _grad_part(parameter)))
-        for tables, some in given.items():
-            tables.step(self.param_groups, some, norm, max_norm)
+            given.setdefault(self._part_of[parameter], []).append((shard, _grad_part(parameter)))
+        for part, some in given.items():
+            part.step(self.param_groups, some, norm, max_norm)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """In this block gradients of microbatches add up in `.grad`. With in_backward nobody steps in it: the last microbatch's
@@ -302,16 +280,24 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     # ---- states ----
 
+    def parameter_states(self) -> Iterator[tuple[Tensor, ParameterState, int]]:
+        """Yield each parameter that has a state, the state of this rank's part, and 0, where in the part it begins."""
+        self._settle()
+        for parameter, state in self._shards.items():
+            yield parameter, state, 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim.AdamW's state. Its steps are copies, one each, as optimizers add to them in place."""
+        self._settle()
         found = super().state_dict()
         found["state"] = {key: {**state, "step": state["step"].clone()} for key, state in found["state"].items()}
-        return found
+        return with_norm(found, self._in_backward)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer or of torch.optim.AdamW. It is copied where the kernels have it, in their types. Without
         "low" in it, masters are the weights."""
+        self._settle()
         with loading(self, state_dict) as state:
             check_sizes(self.param_groups, state["param_groups"])
             self._check_groups(state["param_groups"])
@@ -320,16 +306,17 @@ class ShardedAdamW(torch.optim.Optimizer):
                 p: state["state"][number] for p, number in zip(self._rows, numbers, strict=True) if number in state["state"]
             }
             for parameter, theirs in loaded.items():
-                for name in _CODES if _CODES[0] in theirs else _MOMENTS:
+                for name in CODES if CODES[0] in theirs else MOMENTS:
                     if theirs[name].shape != parameter.shape:
                         shape = tuple(theirs[name].shape)
                         raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
             set_options(self.param_groups, state["param_groups"])
+            take_norm(self.param_groups, self._in_backward)
             self._add_state([parameter for parameter in loaded if parameter not in self._shards])
             for parameter, shard in self._shards.items():
                 theirs = loaded.get(parameter, {})
                 self._step_of(parameter, shard).fill_(theirs.get("step", 0))
-                kept = (name for name in (*_MOMENTS, *_CODES, *_SCALES, _LOW) if name in theirs)
+                kept = (name for name in (*MOMENTS, *CODES, *SCALES, LOW, MASTER) if name in theirs)
                 shard.load({name: _part(_placed_as(theirs[name], parameter)).reshape(-1) for name in kept})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Steps in backward: a part of the parameters is stepped when its last gradient is whole, and its gradients are freed.
 
 So gradients of one part are in memory at a time. The norm of all of them is known at the end only. `max_norm` clips by the norm
-of the step before, which costs one more read of each gradient; the first step is not clipped.
+of the step before, which costs one more read of each gradient; the first step is not clipped. Gradients come in `.grad`
+(`BackwardSteps`, by hooks) or in buckets of MainGrads (`BucketSteps`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.gradients.adamw_stepper import check_max_norm
+from onepass.gradients.buckets import Bucket
+from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.releasable_storage import ensure_written
 from onepass.runtime.sharding import has_dtensor
 
+_NORM = "last_norm"
 _PART = 1 << 26  # numbers: 128 MiB of gradients in bf16, and few launches
 
 
@@ -37,8 +42,66 @@ class StepInBackward:
         check_max_norm(self.max_norm)
 
 
+def how_in_backward(given: bool | StepInBackward) -> StepInBackward | None:
+    """Return an optimizer's in_backward as a StepInBackward, or None."""
+    if not isinstance(given, bool | StepInBackward):
+        raise TypeError(f"in_backward must be a bool or a StepInBackward, but is {given!r}")
+    return StepInBackward() if given is True else given or None
+
+
+class LastNorm:
+    """The norm of a step's gradients, which come in parts, and that of the step before, by which they are clipped."""
+
+    def __init__(self, max_norm: float | None) -> None:
+        self._most = max_norm
+        self.norm: Tensor | None = None  # of the step before: a state that goes on bit for bit has it
+        self._squares: list[Tensor] = []
+
+    def add(self, grads: list[Any]) -> None:
+        if self._most is not None:
+            norms = torch._foreach_norm(grads, 2.0, torch.float32)
+            self._squares.append(torch.stack(norms).square().sum())
+
+    def clipping(self) -> tuple[Tensor | None, float | None]:
+        """Return the norm to clip by, and the largest that it may be; both None in the first step."""
+        return self.norm, None if self.norm is None else self._most
+
+    def finish(self) -> Tensor | None:
+        """End a step. Return the norm of what was added, or None where there is no max_norm."""
+        if not self._squares:
+            return None
+        device = self._squares[0].device
+        self.norm = torch.stack([each.to(device) for each in self._squares]).sum().sqrt()
+        self.forget()
+        return self.norm
+
+    def forget(self) -> None:
+        self._squares.clear()
+
+
+def with_norm(state: dict[str, Any], steps: BackwardSteps | BucketSteps | None) -> dict[str, Any]:
+    """Return an optimizer's state with the norm of its last step, as an option of its first group, where torch's formats have
+    it too."""
+    if steps is None or steps.last.norm is None:
+        return state
+    first, *rest = state["param_groups"]
+    return {**state, "param_groups": [{**first, _NORM: steps.last.norm}, *rest]}
+
+
+def take_norm(groups: list[dict[str, Any]], steps: BackwardSteps | BucketSteps | None) -> None:
+    """Set the norm of the last step by groups that a state was loaded to. They lose it."""
+    norm = groups[0].pop(_NORM, None)
+    if steps is not None:
+        steps.last.norm = None if norm is None else torch.as_tensor(norm)
+
+
 class _Optimizer(Protocol):
     def step_some(self, parameters: list[Tensor], norm: Tensor | None, max_norm: float | None) -> None: ...
+
+
+class _BucketOptimizer(Protocol):
+    def buckets_with(self, bucket: Bucket) -> list[Bucket]: ...
+    def step_buckets(self, buckets: list[Bucket], norm: Tensor | None, max_norm: float | None) -> None: ...
 
 
 def parts_of(parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -66,11 +129,9 @@ class BackwardSteps:
         if has_dtensor(*(parameter for part in parts for parameter in part)):
             raise TypeError("in_backward is for plain parameters, but some are DTensors, whose gradients come otherwise")
         self._optimizer = weakref.ref(optimizer)
-        self._parts, self._options = parts, options
+        self._parts, self.last = parts, LastNorm(options.max_norm)
         self._whole: list[set[Tensor]] = [set() for _ in parts]  # parameters whose gradients are whole
         self._stepped: set[Tensor] = set()
-        self._squares: list[Tensor] = []  # of this step's gradients' norms
-        self._norm: Tensor | None = None  # of the step before
         self._holds = False  # in `accumulate`
         self._expected: list[int] = []
         self._watched: set[Tensor] = set()
@@ -107,13 +168,8 @@ class BackwardSteps:
         optimizer, some = self._optimizer(), [each for each in self._parts[number] if each.grad is not None]
         if optimizer is None or not some:
             return
-        most = self._options.max_norm
-        if most is not None:
-            grads: list[Any] = [each.grad for each in some]
-            norms = torch._foreach_norm(grads, 2.0, torch.float32)
-            self._squares.append(torch.stack(norms).square().sum())
-        norm = self._norm
-        optimizer.step_some(some, norm, None if norm is None else most)
+        self.last.add([each.grad for each in some])
+        optimizer.step_some(some, *self.last.clipping())
         for each in some:
             each.grad = None
         self._stepped.update(some)
@@ -123,16 +179,13 @@ class BackwardSteps:
         """Step what has a gradient left, and return the norm of all gradients since the last time where there is a max_norm."""
         for number in range(len(self._parts)):
             self._step(number)
-        if self._squares:
-            device = self._squares[0].device
-            self._norm = torch.stack([each.to(device) for each in self._squares]).sum().sqrt()
-        norm = self._norm if self._squares else None
+        norm = self.last.finish()
         self.forget()
         return norm
 
     def forget(self) -> None:
         """Begin a step, in which the parameters that are trained now have gradients."""
-        self._squares.clear()
+        self.last.forget()
         self._stepped.clear()
         for whole in self._whole:
             whole.clear()
@@ -146,6 +199,43 @@ class BackwardSteps:
             yield
         finally:
             self._holds = before
+
+
+class BucketSteps:
+    """Steps of parts of a MainGrads, each when its buckets are whole."""
+
+    def __init__(self, main_grads: MainGrads, optimizer: _BucketOptimizer, options: StepInBackward) -> None:
+        main_grads.step_by(self.on_bucket)
+        self._main_grads, self._optimizer = main_grads, weakref.ref(optimizer)
+        self.last = LastNorm(options.max_norm)
+        self._step: int | None = None  # of main_grads, since whose begin `whole` counts
+        self._whole: set[int] = set()  # indices of buckets
+        self.stepped: list[str] = []  # names of parameters, since the last step()
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        """Step what this bucket was the last one of. A second call for it changes nothing."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        if self._step != self._main_grads.begun:
+            self._step = self._main_grads.begun
+            self._main_grads.note_trained()
+            self.finish()
+        if bucket.index in self._whole:
+            return
+        self._whole.add(bucket.index)
+        together = optimizer.buckets_with(bucket)
+        if self._whole.issuperset(each.index for each in together):
+            self.last.add([ensure_written(each.flat) for each in together])
+            optimizer.step_buckets(together, *self.last.clipping())
+            self._main_grads.give_back(together)
+            self.stepped += [place.name for each in together for place in each.places]
+
+    def finish(self) -> Tensor | None:
+        """End a step. Return the norm of its gradients, or None where there is no max_norm."""
+        self._whole.clear()
+        self.stepped.clear()
+        return self.last.finish()
 
 
 def _on_gradient(owner: weakref.ref[BackwardSteps], number: int, parameter: Tensor) -> None:

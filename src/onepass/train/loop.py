@@ -169,9 +169,12 @@ class TrainRun:
         done = first
         for step in range(first, options.train_iters):
             self._seed(step)
-            loss, norm = self.trained.steps.run(batches.of_step(step))
             lr = learning_rate(step, options)
+            self.trained.update.set_rate(lr)
+            loss, norm = self.trained.steps.run(batches.of_step(step))
             self.trained.update.step(lr)
+            if step == first and (cost := self.trained.update.describe_offload()) is not None:
+                self.live.say(cost)
             self._log_step()  # logs the previous step: the GPU runs the current one while the host waits
             done, last = step + 1, step + 1 == options.train_iters
             stop, due = self._requests()

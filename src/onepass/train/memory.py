@@ -2,8 +2,8 @@
 
     weights      params_dtype; fp32 norms. With the rotary tables
     masters      2 bytes a bf16 parameter, whose bits they go on (gradients/adamw_formula.py)
-    moments      as `OptimizerMemory` says
-    gradients    flat fp32 buffers; released ones come with a step's gradients, and go with the optimizer's step
+    moments      as optimizer_moments says. With offload, what passes through the GPU
+    gradients    flat fp32 buffers; released ones come with a step's gradients, and go with the optimizer's step, or one by one
     activations  gpt/memory.py
     working      the head's logits and gradient, or what backward of a block has beside its activations; cuBLAS's workspaces
 
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from onepass.gpt import Config, Model
 from onepass.gpt.memory import BlockMemory, block_memory, ends_bytes, rank_config, uncounted
-from onepass.gpt.settings import Settings, setting
-from onepass.gradients.buckets import ALIGNED, BUCKET_BYTES, RELEASED_BYTES, plan_buckets, plan_buffers, round_up
+from onepass.gradients.adamw_state import PASSAGE, embeddings_of
+from onepass.gradients.buckets import BUCKET_BYTES, RELEASED_BYTES, plan_buckets, plan_buffers, size_of
 from onepass.gradients.eight_bits import BLOCK
+from onepass.gradients.offloaded_state import SLOTS
 from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, make_plan
 from onepass.profiling.units import size as _size
 from onepass.train.layout import ParallelLayout
@@ -36,15 +36,6 @@ _MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
 _FP32 = 4
 _MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * _FP32 / BLOCK}  # both of a parameter's, and their scales
 _CUBLAS = 2 * (32 << 20)  # a workspace for each of forward's and backward's threads
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerMemory(Settings):
-    """How AdamW's state and the gradients lie in memory."""
-
-    optimizer_moments: Literal["fp32", "bf16", "8bit"] = setting("fp32", "type of AdamW's moments")
-    step_in_backward: bool = setting(False, "step weights as their gradients come, whose memory then serves the next ones")
-    offload_optimizer: bool = setting(False, "keep masters and moments in the host's memory")
 
 
 class MemoryAt(NamedTuple):
@@ -96,17 +87,14 @@ class MemoryPlan:
         """Return how many of them a rank has in a step."""
         return max(1, (options.global_batch_size or 0) // (options.micro_batch_size * self.data))
 
-    def of_step(self, config: Config, options: Options, optimizer: OptimizerMemory, gpu: int) -> StepMemory:
+    def of_step(self, config: Config, options: Options, gpu: int) -> StepMemory:
         """Return the memory of a step on GPUs of so many bytes. `config` may recompute otherwise than the plan's own."""
         shared = self.data if options.use_distributed_optimizer else 1
         weights = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
-        on_gpu = 0 if optimizer.offload_optimizer else 1
-        masters = on_gpu * sum(p.numel() * _MASTER_BYTES[p.dtype] for _, p in self.named) // shared
-        count = sum(p.numel() for _, p in self.named)
-        moments = int(on_gpu * count * _MOMENT_BYTES[optimizer.optimizer_moments]) // shared
+        masters, moments = self._state(options, shared)
         tokens = options.micro_batch_size * options.seq_length
         blocks = [block_memory(config, tokens, at) for at in range(config.num_layers)]
-        come = self._gradients(options, optimizer)
+        come = self._gradients(options)
 
         def at(gradients: int, layers: list[BlockMemory], ends: int, working: int) -> MemoryAt:
             kept: Counter[str] = Counter()
@@ -128,26 +116,37 @@ class MemoryPlan:
         wide, shared = config.fp32_logits and config.dtype.itemsize < _FP32, config.tensor_model_parallel_size > 1
         return make_plan(PlanInputs(*sizes, wide, True, True, True, True, True, None, shared, None), machine).bytes
 
-    def _gradients(self, options: Options, optimizer: OptimizerMemory) -> list[int]:
+    def _state(self, options: Options, shared: int) -> tuple[int, int]:
+        """Return the bytes of masters' bits and of moments."""
+        kind, embeddings = options.optimizer_moments, {id(each) for each in embeddings_of(self.model)}
+        masters = moments = 0.0
+        for _, parameter in self.named:
+            masters += parameter.numel() * _MASTER_BYTES[parameter.dtype]
+            coded = kind != "8bit" or (id(parameter) not in embeddings and parameter.dim() > 1 and not parameter.numel() % BLOCK)
+            moments += parameter.numel() * _MOMENT_BYTES[kind if coded else "fp32"]
+        if not options.offload_optimizer:
+            return int(masters) // shared, int(moments) // shared
+        numbers = sum(parameter.numel() for _, parameter in self.named) // shared
+        return 0, int(min(numbers, SLOTS * PASSAGE) / numbers * (masters + moments)) // shared
+
+    def _gradients(self, options: Options) -> list[int]:
         """Return the gradients' bytes at the head, at each block's backward from the last one on, and at the end."""
         released = releases(self.model, options, ParallelLayout(torch.device("cuda"), ranks=self.ranks))
-        buffers = self._buffers(released or optimizer.step_in_backward)
+        buffers = self._buffers(released)
         whole, stages = sum(size for _, size in buffers), len(self.model.layers) + 2
-        if optimizer.step_in_backward:
-            return [max(size for _, size in buffers)] * stages
         if not released or self.microbatches(options) > 1:  # those of earlier microbatches are there
             return [whole] * stages
         come: set[str] = set()
-        found = []
+        found, early = [], options.step_in_backward
         for names in self._order():
-            come |= names
-            found.append(sum(size for those, size in buffers if not come.isdisjoint(those)))
-        return [*found, whole]
+            stepped, come = come if early else set(), come | names
+            found.append(sum(size for those, size in buffers if not come.isdisjoint(those) and not those <= stepped))
+        return [*found, sum(size for those, size in buffers if not early or not those <= come)]
 
     def _buffers(self, released: bool) -> list[tuple[set[str], int]]:
         """Return the buffers of `MainGrads`: whose gradients lie in each, and its bytes."""
         planned = plan_buckets(self.named, BUCKET_BYTES // _FP32)
-        sizes = [round_up(places[-1].stop, ALIGNED * self.data) for places in planned]
+        sizes = [size_of(places, self.data) for places in planned]
         found: dict[Any, tuple[set[str], int]] = {}
         for key, places, size in zip(
             plan_buffers(planned, sizes, RELEASED_BYTES // _FP32 if released else None), planned, sizes, strict=True
@@ -183,7 +182,7 @@ def memory_of_run(config: Config, options: Options, layout: ParallelLayout) -> S
         return None
     device = layout.device
     there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 16 << 30
-    return MemoryPlan(config, layout.ranks).of_step(config, options, OptimizerMemory(), there)
+    return MemoryPlan(config, layout.ranks).of_step(config, options, there)
 
 
 def describe_memory(step: StepMemory, blocks: int) -> str:

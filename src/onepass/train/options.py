@@ -44,6 +44,14 @@ class Options(Settings):
     adam_beta2: float = setting(0.95, "AdamW's")
     adam_eps: float = setting(1e-8, "AdamW's")
     clip_grad: float = setting(1.0, "largest norm of a step's gradient; 0 leaves it as it is")
+    optimizer_moments: Literal["fp32", "bf16", "8bit"] = setting(
+        "fp32", "type of AdamW's moments; with 8bit embeddings and norms keep fp32"
+    )
+    step_in_backward: bool = setting(
+        False,
+        "step weights as their gradients come, whose memory then serves the next ones; clips by the norm of the step before",
+    )
+    offload_optimizer: bool = setting(False, "keep masters and moments in the host's memory")
 
     # ---- logging and checkpoints ----
     log_interval: int = setting(1, "steps between two lines of log.csv")
@@ -99,6 +107,14 @@ class Options(Settings):
             yield "use_fsdp and use_distributed_optimizer must not both be true: FSDP divides the optimizer's state already"
         if self.use_fsdp and self.cuda_graphs:
             yield "cuda_graphs must be false with use_fsdp, whose gathers a graph would leave out, but is true"
+        for name in ("step_in_backward", "offload_optimizer"):
+            if getattr(self, name) and self.cuda_graphs:
+                yield f"cuda_graphs must be false with {name}, whose work a graph would not repeat, but is true"
+        if self.step_in_backward and self.release_main_grads is False:
+            yield "release_main_grads must be true or not given with step_in_backward, which gives gradients' memory back"
+        for name in ("use_fsdp", "use_distributed_optimizer"):
+            if self.step_in_backward and getattr(self, name):
+                yield f"{name} must be false with step_in_backward, which is for one rank, but is true"
         if self.release_main_grads and self.cuda_graphs:
             yield "release_main_grads must be false with cuda_graphs, which know one place of each gradient, but is true"
         if self.release_main_grads and self.use_fsdp:

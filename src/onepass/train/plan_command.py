@@ -13,15 +13,17 @@ from onepass.profiling.units import counted
 from onepass.runtime.errors import CommandError
 from onepass.train.flags import add_flag, add_preset, merge_settings, read_file
 from onepass.train.foreign_flags import in_place_of as in_place_of  # the command line asks for it
-from onepass.train.memory import OUTSIDE, MemoryAt, MemoryPlan, OptimizerMemory, StepMemory, check_counted
+from onepass.train.memory import OUTSIDE, MemoryAt, MemoryPlan, StepMemory, check_counted
 from onepass.train.options import Options
 
-_OPTIONS = ("load_hf", "seq_length", "micro_batch_size", "global_batch_size", "release_main_grads", "use_distributed_optimizer")
+_OPTIONS = (
+    "load_hf", "seq_length", "micro_batch_size", "global_batch_size", "release_main_grads", "use_distributed_optimizer",
+    "optimizer_moments", "step_in_backward", "offload_optimizer",
+)  # fmt: skip
 _ALIASES = {"seq_length": ("--seq",)}
 _MOMENTS = ("fp32", "bf16", "8bit")  # the larger ones first
 _GRANULARITIES = (None, "selective", "full")
 _GIB = 1 << 30
-_NOT_YET = "not in onepass train yet"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in Options.flags():
         if flag.field in _OPTIONS:
             add_flag(memory, flag, *_ALIASES.get(flag.field, ()))
-    for flag in OptimizerMemory.flags():
-        add_flag(memory, flag)
     model = parser.add_argument_group("model")
     for flag in Config.flags():
         add_flag(model, flag)
@@ -49,7 +49,6 @@ class PlannedRun(NamedTuple):
 
     config: Config
     options: Options
-    optimizer: OptimizerMemory
 
 
 class Change(NamedTuple):
@@ -62,22 +61,18 @@ class Change(NamedTuple):
         return PlannedRun._make(each.replace(**{n: v for n, v in self.values.items() if n in each.names()}) for each in settings)
 
     def __str__(self) -> str:
-        flags = {flag.field: flag for kind in (Config, Options, OptimizerMemory) for flag in kind.flags()}
+        flags = {flag.field: flag for kind in (Config, Options) for flag in kind.flags()}
         return " ".join(flags[name].on + ("" if value is True else f" {value}") for name, value in self.values.items())
 
 
 def run(args: argparse.Namespace) -> int:
     written = None if args.config is None else read_file(args.config, pipe=True)
     config, options = merge_settings(args.preset, written, vars(args), on_gpu=True)
-    names = {flag.field for flag in OptimizerMemory.flags()}
     try:
-        optimizer = OptimizerMemory.from_dict({name: value for name, value in vars(args).items() if name in names})
         ranks = _check(args, config, options)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    settings, plan, gpu = PlannedRun(config, options, optimizer), MemoryPlan(config, ranks), int(args.gpu * _GIB)
-    if optimizer.step_in_backward and plan.microbatches(options) > 1:
-        raise CommandError(f"step_in_backward must be false with several microbatches, {plan.microbatches(options)}, but is true")
+    settings, plan, gpu = PlannedRun(config, options), MemoryPlan(config, ranks), int(args.gpu * _GIB)
     step = plan.of_step(*settings, gpu)
     print(_title(args, settings, plan), "", *table(step, config.num_layers), "", sep="\n")
     print(*_advice(settings, plan, step, gpu), sep="\n")
@@ -94,6 +89,8 @@ def _check(args: argparse.Namespace, config: Config, options: Options) -> int:
     ranks: int = tensor if args.ranks is None else args.ranks
     if ranks < 1 or ranks % tensor:
         raise CommandError(f"--ranks must be a multiple of tensor_model_parallel_size, {tensor}, but is {ranks}")
+    if options.step_in_backward and ranks > 1:
+        raise CommandError(f"step_in_backward must be false on several ranks, {ranks}, but is true")
     if options.seq_length > config.max_position_embeddings:
         raise CommandError(
             f"seq_length must be at most max_position_embeddings, {config.max_position_embeddings}, but is {options.seq_length}"
@@ -105,7 +102,7 @@ def _check(args: argparse.Namespace, config: Config, options: Options) -> int:
 
 
 def _title(args: argparse.Namespace, settings: PlannedRun, plan: MemoryPlan) -> str:
-    config, options, _ = settings
+    config, options = settings
     tensor = config.tensor_model_parallel_size
     layout = f"{plan.ranks} GPUs, tensor {tensor} x data {plan.data}, each" if plan.ranks > 1 else "one GPU"
     return (
@@ -159,9 +156,7 @@ def _advice(settings: PlannedRun, plan: MemoryPlan, step: StepMemory, gpu: int) 
     blocks = settings.config.num_layers
 
     def fits(change: Change) -> bool:
-        changed = change.apply(settings)
-        several = changed.optimizer.step_in_backward and plan.microbatches(changed.options) > 1
-        return not several and plan.of_step(*changed, gpu).total + OUTSIDE <= gpu
+        return plan.of_step(*change.apply(settings), gpu).total + OUTSIDE <= gpu
 
     chosen = _together(changes, blocks, fits)
     yield ""
@@ -181,13 +176,13 @@ def _line(change: Change, step: StepMemory, gpu: int) -> str:
 
 def _changes(settings: PlannedRun, plan: MemoryPlan) -> Iterator[Change]:
     """Yield each change by itself, those that cost least first."""
-    config, options, optimizer = settings
+    config, options = settings
     if plan.data > 1 and not options.use_distributed_optimizer:
         yield Change({"use_distributed_optimizer": True}, "the same bytes sent, in two parts")
-    if not optimizer.step_in_backward and plan.microbatches(options) == 1:
-        yield Change({"step_in_backward": True}, f"one microbatch a step; {_NOT_YET}")
-    for moments in _MOMENTS[_MOMENTS.index(optimizer.optimizer_moments) + 1 :]:
-        yield Change({"optimizer_moments": moments}, f"moments are rounded; {_NOT_YET}")
+    if not options.step_in_backward and plan.ranks == 1 and plan.microbatches(options) == 1:
+        yield Change({"step_in_backward": True}, "clips by the norm of the step before")
+    for moments in _MOMENTS[_MOMENTS.index(options.optimizer_moments) + 1 :]:
+        yield Change({"optimizer_moments": moments}, "moments are rounded")
     for granularity in _GRANULARITIES[_GRANULARITIES.index(config.recompute_granularity) + 1 :]:
         share = recomputed_share(config.replace(recompute_granularity=granularity, recompute_num_layers=None), options.seq_length)
         every = {} if config.recompute_num_layers is None else {"recompute_num_layers": config.num_layers}
@@ -196,8 +191,8 @@ def _changes(settings: PlannedRun, plan: MemoryPlan) -> Iterator[Change]:
     while size:
         yield Change({"micro_batch_size": size}, "smaller products")
         size //= 2
-    if not optimizer.offload_optimizer:
-        yield Change({"offload_optimizer": True}, f"masters and moments cross PCIe in each step; {_NOT_YET}")
+    if not options.offload_optimizer:
+        yield Change({"offload_optimizer": True}, "masters and moments cross PCIe in each step")
 
 
 def _together(changes: Iterable[Change], blocks: int, fits: Callable[[Change], bool]) -> Change | None:

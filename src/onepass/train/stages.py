@@ -123,6 +123,9 @@ def check(config: Config, options: Options, data_ranks: int) -> None:
             f"global_batch_size must be a multiple of micro_batch_size {options.micro_batch_size} x {data_ranks} data-parallel "
             f"ranks, but is {size}"
         )
+    several = ranks * config.tensor_model_parallel_size * data_ranks
+    if options.step_in_backward and several > 1:
+        raise CommandError(f"step_in_backward must be false on several ranks, {several}, but is true")
     if ranks == 1:
         if schedule != "1f1b":
             raise CommandError(

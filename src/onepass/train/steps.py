@@ -44,10 +44,15 @@ class TrainSteps:
         self.update.begin()
         parts = batch.microbatches(self.options.micro_batch_size)
         total = torch.zeros((), dtype=torch.float32, device=batch.tokens.device)
-        for at, part in enumerate(parts):
-            last = at == len(parts) - 1
-            with nullcontext() if last else self.update.accumulate():
-                total += self._micro(part, 1.0 / len(parts))
+        try:
+            for at, part in enumerate(parts):
+                last = at == len(parts) - 1
+                with nullcontext() if last else self.update.accumulate():
+                    total += self._micro(part, 1.0 / len(parts))
+        except RuntimeError as error:  # out of memory, most likely
+            if not (left := self.update.describe_broken_step()):
+                raise
+            raise type(error)(f"{error}. {left}") from error
         return total / len(parts), self.update.finish()
 
     def _micro(self, part: TokenBatch, share: float) -> Tensor:

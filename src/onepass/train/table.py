@@ -80,6 +80,7 @@ def _stepper(variant: Variant) -> Step:
     trained = make(config, options, layout, plain=plain, lenient=True)
 
     def step(number: int, lr: float) -> torch.Tensor:
+        trained.update.set_rate(lr)
         loss, _ = trained.steps.run(batches.of_step(number))
         trained.update.step(lr)
         return loss

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.gradients.adamw_state import embeddings_apart
 from onepass.nn.precision import FP8Layer, fp8_layers
-from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, reduce_sequence_parallel_grads
+from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, StepInBackward, reduce_sequence_parallel_grads
 from onepass.product.fp8.scales import FP8Scales, share_notes
 from onepass.product.fp8.weight import fp8_weight
 from onepass.train.layout import ParallelLayout
@@ -50,6 +51,11 @@ def adamw_options(options: Options) -> dict[str, Any]:
     return {"lr": options.lr, "betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
 
 
+def state_options(options: Options) -> dict[str, Any]:
+    """Return how onepass's optimizers keep their state."""
+    return {"moments": options.optimizer_moments, "offload": "state" if options.offload_optimizer else None}
+
+
 class Update(ABC):
     """Handles the gradients of one model, and its optimizer."""
 
@@ -67,13 +73,25 @@ class Update(ABC):
         """Return a context for backwards that are not the step's last."""
         return nullcontext()
 
+    def describe_broken_step(self) -> str:
+        """Return what a step that broke off in backward has left, where that is not all as it was."""
+        return ""
+
+    def describe_offload(self) -> str | None:
+        """Return a line on what state in the host's memory costs, or None."""
+        return None
+
     @abstractmethod
     def finish(self) -> Tensor:
         """Complete the gradient after the step's last backward, and return its norm. Either this or `step` clips it."""
 
-    def step(self, lr: float) -> None:
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of the next step, before the backward that may make it."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+
+    def step(self, lr: float) -> None:
+        self.set_rate(lr)
         self._step()
         self._share_notes()
 
@@ -106,6 +124,8 @@ def releases(model: nn.Module, options: Options, layout: ParallelLayout) -> bool
     """Whether the gradients' memory is lent to activations. By default it is where that was measured: large models on one GPU."""
     if options.release_main_grads is not None:
         return options.release_main_grads
+    if options.step_in_backward:
+        return True
     large = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) >= _RELEASED_FROM
     return large and layout.device.type == "cuda" and layout.ranks == 1 and not options.cuda_graphs
 
@@ -127,7 +147,14 @@ class MainGradUpdate(Update):
             tp_group=layout.tensor.group,
             pp_group=layout.pipeline.group,
         )
-        self.optimizer = AdamW(self.main_grads, parameter_groups(model, options), **adamw_options(options))
+        early = StepInBackward(max_norm=options.clip_grad or math.inf) if options.step_in_backward else False
+        self.optimizer = AdamW(
+            self.main_grads,
+            parameter_groups(model, options),
+            **adamw_options(options),
+            **state_options(options),
+            in_backward=early,
+        )
         if (dtype := narrow_type(model)) is not torch.float32:
             self.optimizer.set_masters(drawn(model, dtype))
 
@@ -139,17 +166,41 @@ class MainGradUpdate(Update):
 
     def finish(self) -> Tensor:
         self.main_grads.finish()
+        if self.options.step_in_backward:
+            norm = self.optimizer.step()
+            assert norm is not None  # as it is told to clip, if by infinity
+            return norm
         if self.layout.tensor.group is not None:
             reduce_sequence_parallel_grads(self.model, self.layout.tensor.group)
         self._norm = self.main_grads.norm()
         return self._norm
+
+    def describe_broken_step(self) -> str:
+        stepped = self.optimizer.stepped
+        if not stepped:
+            return ""
+        return (
+            f"The step broke off in backward: {len(stepped)} of {len(self.main_grads.named)} parameters, from {stepped[0]} to "
+            f"{stepped[-1]}, have their new weights, the others their old ones. Go on from the last checkpoint"
+        )
+
+    def describe_offload(self) -> str | None:
+        if not self.options.offload_optimizer:
+            return None
+        size, rate = self.optimizer.passes()
+        when = "beside backward" if self.options.step_in_backward else "after backward"
+        return (
+            f"Offload: {size / 1e9:,.1f} GB of masters and moments come to the GPU and go back in each step, {when}: "
+            f"{size / rate:.2f} s each way at {rate / 1e9:.0f} GB/s."
+        )
 
     def publish(self) -> None:
         """Let all ranks have the weights that the optimizer was given. Ranks call it together."""
         self.optimizer.publish()
 
     def _step(self) -> None:
-        self.optimizer.step(self.options.clip_grad or None, zero=True, norm=self._norm)
+        if not self.options.step_in_backward:
+            self.optimizer.step(self.options.clip_grad or None, zero=True, norm=self._norm)
 
 
 class PlainUpdate(Update):
@@ -199,7 +250,8 @@ class FsdpUpdate(Update):
         fully_shard(model, mesh=mesh, mp_policy=policy)
         super().__init__(model, options, layout)
         self.main_grads = FSDPMainGrads(model)
-        self.optimizer = ShardedAdamW(parameter_groups(model, options), **adamw_options(options))
+        groups = embeddings_apart(parameter_groups(model, options), model, options.optimizer_moments)
+        self.optimizer = ShardedAdamW(groups, **adamw_options(options), **state_options(options))
 
     def begin(self) -> None:
         self._last(True)

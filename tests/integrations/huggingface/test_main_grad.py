@@ -246,6 +246,34 @@ def test_without_main_grad_the_optimizer_is_torchs_over_grad(dtype):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if dtype is torch.float32 else 2e-3)
 
 
+LEAN = ({"moments": "8bit"}, {"in_backward": True}, {"moments": "8bit", "in_backward": True, "offload": "state"})
+
+
+@pytest.mark.parametrize("lean", LEAN, ids=str)
+def test_lean_optimizers_train_alike(lean):
+    """By main_grad and by .grad: masters in fp32 beside fp32 weights, and moments of embeddings in fp32."""
+    losses = []
+    for options in ({}, lean):
+        for main_grad in (False, True):
+            torch.manual_seed(0)
+            model, _, applied = both("Llama", main_grad=main_grad)
+            optimizer = applied.optimizer(lr=1e-2, **options)
+            state = optimizer.state[model.model.embed_tokens.weight]
+            assert "exp_avg" in state
+            steps = []
+            for _ in range(4):
+                loss = model(**batch()).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps.append(loss.item())
+            losses.append(torch.tensor(steps))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
+    for each in losses[2:]:
+        torch.testing.assert_close(each, losses[0], rtol=0.02, atol=0.02)
+        assert each[-1] < 0.9 * each[0]
+
+
 def test_without_main_grad_it_steps_in_backward():
     torch.manual_seed(0)
     model, _, applied = both("Llama")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from onepass.gradients.adamw_state import embeddings_apart
 from onepass.gradients.sharded_adamw import ShardedAdamW
 from onepass.integrations.huggingface.attentions import replace_attentions
 from onepass.integrations.huggingface.dense_experts import replace_dense_experts
@@ -93,10 +94,14 @@ class Applied:
                 without it of those that are trained.
             max_norm: clip the gradient to this norm in `step`, with main_grad: `torch.nn.utils.clip_grad_norm_` finds no `.grad`
                 there. None warns where Trainer has been imported, whose max_grad_norm does that. Infinity clips nothing.
-            options: lr, betas, eps, weight_decay, as in torch.optim.AdamW; without main_grad also moments and masters, as in
+            options: lr, betas, eps, weight_decay, as in torch.optim.AdamW. moments, in_backward and offload, as in
+                `onepass.parallel.AdamW`; for moments in 8 bits embeddings keep fp32. Without main_grad also masters, as in
                 `ShardedAdamW`.
         """
         if self.main_grads is not None:
+            if options.get("in_backward") and not self.main_grads.releases:  # so that their memory can be given back
+                self.main_grads.close()
+                self.main_grads = PatientMainGrads(self.model, release=True)
             return MainGradAdamW(self.main_grads, groups, max_norm=max_norm, **options)
         if max_norm is not None:
             raise ValueError(
@@ -104,7 +109,8 @@ class Applied:
                 "max_grad_norm, or the optimizer's step(max_norm=...) clip"
             )
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return ShardedAdamW(trained if groups is None else map(dict, groups), **options)
+        given = [{"params": trained}] if groups is None else groups
+        return ShardedAdamW(embeddings_apart(given, self.model, options.get("moments")), **options)
 
     def __str__(self) -> str:
         out, width = StringIO(), min(_WIDE, max(80, get_terminal_size((_WIDE, 24)).columns))

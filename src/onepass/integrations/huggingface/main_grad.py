@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from onepass.gradients.adamw import AdamW
+from onepass.gradients.buckets import Bucket
 from onepass.gradients.main_grad import is_capturing
 from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.step_in_backward import StepInBackward
 from onepass.integrations.huggingface.linear_layers import by_linear
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import own_forward
@@ -39,6 +41,11 @@ class PatientMainGrads(MainGrads):
         self._captured = False  # a CUDA graph adds gradients, and its replays call no hooks
         super().__init__(model, release=release)
         self._accumulating = True
+
+    def step_by(self, step: Callable[[Bucket], None]) -> None:
+        """As MainGrads'. A backward is a step's last then, but in `accumulate`."""
+        super().step_by(step)
+        self._accumulating = False
 
     def zero_(self) -> None:
         """As MainGrads', but before the next gradient another call clears no buffer: a step calls it, then the loop."""
@@ -71,9 +78,12 @@ class MainGradAdamW(AdamW):
         groups: Iterable[Mapping[str, Any]] | None = None,
         *,
         max_norm: float | None = None,
+        in_backward: bool | StepInBackward = False,
         **options: Any,
     ) -> None:
-        super().__init__(main_grads, groups, **options)
+        if in_backward is True:
+            in_backward = StepInBackward(max_norm=max_norm)
+        super().__init__(main_grads, groups, in_backward=in_backward, **options)
         self.max_norm = max_norm
         if max_norm is None and "transformers.trainer" in sys.modules:
             warnings.warn(
@@ -94,7 +104,7 @@ class MainGradAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         self._main_grads.finish()
-        norm = super().step(self.max_norm, zero=True)
+        norm = super().step(self.max_norm if self.backward_steps is None else None, zero=True)
         if current_step() is not None or not any(map(is_capturing, self._main_grads.buffers)):
             self._main_grads.zero_()
         return norm if closure is None else loss

@@ -15,8 +15,8 @@ all rows, in half the bytes. What every rank has whole gets the same scale on ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,7 +36,6 @@ from onepass.product.fp8.updates import (
     BEFORE_ANY,
     Version,
     count_optimizer_steps,
-    is_divided,
     may_have_changed,
     refresh_after_steps,
     version_of,
@@ -132,14 +131,6 @@ class FP8Weight:
         codes, _ = cast_tensor(weight, FP8Target(E4M3, factors.scale))
         assert codes is not None
         return FP8Operand(codes, factors.inverse), factors
-
-    @contextmanager
-    def unchanged(self, weight: Tensor) -> Iterator[None]:
-        """Keep scales through a block that writes the values into the weight that it has already."""
-        current = self._version is not None and not may_have_changed(weight, self._version)
-        yield
-        if current and not is_divided(weight):
-            self._version = version_of(weight)
 
     def check_unchanged(self, version: Version) -> None:
         """Raise where the weight was updated between forward and backward, as autograd does for tensors that it saved."""

@@ -1,4 +1,4 @@
-"""This rank's parts of parameters and moments: rectangles of the whole tensors, as views of the memory in use.
+"""This rank's parts of parameters and moments: rectangles of the whole tensors, in fp32.
 
 Tensor parallelism (`onepass.nn.sharding`) gives a rank a range of rows or columns of each block of the whole parameter. The
 rank's optimizer has all of that part. If data-parallel ranks share it (ZeRO-1, FSDP), the optimizer has a stretch that is
@@ -8,14 +8,17 @@ contiguous in memory: the end of a row, whole rows, the start of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from onepass.gradients.adamw_state import ParameterState
 from onepass.nn.sharding import Division, range_of, whole_shape
+from onepass.parallel import AdamW, ShardedAdamW
 from onepass.train.layout import ParallelLayout
 from onepass.train.updates import FsdpUpdate, MainGradUpdate, Update
 
@@ -28,7 +31,8 @@ class Chunk(NamedTuple):
     name: str
     shape: Sizes  # of the whole tensor
     offsets: Sizes
-    tensor: Tensor  # a view of the memory in use
+    sizes: Sizes
+    open: Callable[[], Tensor]  # returns its fp32 numbers, to be read or written before the next chunk is opened
     alike: bool  # replicated: the other tensor-parallel ranks have the whole tensor too
 
 
@@ -37,7 +41,7 @@ class _Stretch(NamedTuple):
 
     parameter: Tensor
     kind: str
-    flat: Tensor  # fp32, one-dimensional
+    state: ParameterState
     start: int  # offset in this rank's flattened parameter
 
 
@@ -45,30 +49,49 @@ _PREFIX = {"master": "", "exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}  # 
 
 
 @contextmanager
-def chunks(model: nn.Module, update: Update, layout: ParallelLayout) -> Iterator[list[Chunk]]:
-    """Yield this rank's chunks of weights and moments. They can be read and written until the block ends.
+def chunks(model: nn.Module, update: Update, layout: ParallelLayout, *, write: bool = False) -> Iterator[list[Chunk]]:
+    """Yield this rank's chunks of weights and moments. They can be opened until the block ends.
 
-    Gradients are lost: their memory holds the masters of bf16 weights.
+    Args:
+        write: store what chunks hold after they were opened, each when the next is, the last at the end of a block without error.
     """
     _shard(model)
     homes = {id(parameter): home for parameter, home in _homes(model)}
-    if isinstance(update, MainGradUpdate):
-        parameters = dict(update.main_grads.named)
-        with update.optimizer.masters_in_gradients() as states:
-            stretches = [_Stretch(parameters[name], kind, flat, start) for name, kind, flat, start, _ in states]
-            yield [chunk for each in stretches for chunk in _cut(each, *homes[id(each.parameter)], layout)]
-    else:
-        yield [chunk for each in _of_torch(update, layout) for chunk in _cut(each, *homes[id(each.parameter)], layout)]
+    opened = _OpenStretch(write)
+    stretches = [_Stretch(p, kind, state, start) for p, state, start in _states(update, layout) for kind in _PREFIX]
+    yield [chunk for each in stretches for chunk in _cut(each, opened, *homes[id(each.parameter)], layout)]
+    opened.close()
 
 
-def _cut(stretch: _Stretch, name: str, division: Division | None, layout: ParallelLayout) -> Iterator[Chunk]:
+class _OpenStretch:
+    """The stretch whose numbers are in memory in fp32. There is one at a time: copies of all would take too much."""
+
+    def __init__(self, write: bool) -> None:
+        self._write = write
+        self._stretch: _Stretch | None = None
+
+    def view(self, stretch: _Stretch, inside: Sizes, sizes: Sizes) -> Tensor:
+        if self._stretch is not stretch:
+            self.close()
+            self._stretch, self._flat = stretch, stretch.state.read(stretch.kind)
+        return _view(self._flat, tuple(stretch.parameter.shape), inside, sizes, stretch.start)
+
+    def close(self) -> None:
+        if self._stretch is not None and self._write:
+            self._stretch.state.write(self._stretch.kind, self._flat)
+        self._stretch = None
+
+
+def _cut(
+    stretch: _Stretch, opened: _OpenStretch, name: str, division: Division | None, layout: ParallelLayout
+) -> Iterator[Chunk]:  # fmt: skip
     """Divide a stretch into rectangles of the whole tensor."""
     own = tuple(stretch.parameter.shape)
     shape = own if division is None else whole_shape(stretch.parameter, division)
-    for box in _boxes(own, stretch.start, stretch.start + stretch.flat.numel()):
+    for box in _boxes(own, stretch.start, stretch.start + stretch.state.weight.numel()):
         for inside, offsets, sizes in _placed(box, division, layout.tensor.rank, layout.tensor.size):
-            view = _view(stretch.flat, own, inside, sizes, stretch.start)
-            yield Chunk(_PREFIX[stretch.kind] + name, shape, offsets, view, division is None)
+            numbers = partial(opened.view, stretch, inside, sizes)
+            yield Chunk(_PREFIX[stretch.kind] + name, shape, offsets, sizes, numbers, division is None)
 
 
 def _shard(model: nn.Module) -> None:
@@ -99,15 +122,18 @@ def _homes(model: nn.Module) -> Iterator[tuple[Tensor, tuple[str, Division | Non
             yield parameter, (f"{path}.{name}" if path else name, divisions.get(name))
 
 
-def _of_torch(update: Update, layout: ParallelLayout) -> Iterator[_Stretch]:
-    """Yield the stretches of torch's AdamW. It steps fp32 weights, either whole or fully_shard's rows of them."""
-    for weight in _weights(update):
-        start = 0
-        if isinstance(update, FsdpUpdate):
+def _states(update: Update, layout: ParallelLayout) -> Iterator[tuple[Tensor, ParameterState, int]]:
+    """Yield parameters, this rank's part of each and its state, and where in this rank's parameter that begins. torch's AdamW
+    steps whole fp32 weights."""
+    if not isinstance(update.optimizer, AdamW | ShardedAdamW):
+        for weight in _weights(update):
+            state = {name: each.view(-1) for name, each in _state(update.optimizer, weight).items() if name in _PREFIX}
+            yield weight, ParameterState(weight.detach().view(-1), state, 0), 0
+        return
+    for weight, mine, start in update.optimizer.parameter_states():
+        if isinstance(update, FsdpUpdate):  # fully_shard's rows
             start = range_of(weight.shape[0], layout.data.rank, layout.data.size)[0] * math.prod(weight.shape[1:])
-        state = _state(update.optimizer, weight)
-        for kind in _PREFIX:
-            yield _Stretch(weight, kind, _flat(weight if kind == "master" else state[kind]), start)
+        yield weight, mine, start
 
 
 def _weights(update: Update) -> Iterator[Tensor]:
@@ -123,13 +149,6 @@ def _state(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
         state["exp_avg"] = torch.zeros_like(weight, requires_grad=False)
         state["exp_avg_sq"] = torch.zeros_like(weight, requires_grad=False)
     return state
-
-
-def _flat(tensor: Any) -> Tensor:
-    """Return this rank's part as a one-dimensional view."""
-    own: Tensor = tensor.detach()
-    local: Any = own.to_local() if hasattr(own, "to_local") else own
-    return local.view(-1)  # type: ignore[no-any-return]
 
 
 # ---- rectangles ----

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from onepass.gpt import Config
@@ -47,7 +48,7 @@ def save(
     try:
         facts, part = layout.on_first(lambda: _begin(folder, step, trained, config, options, vocabulary))
         of_scales = [*scales.scale_chunks(trained.model)]
-        with scales.unchanged(trained.model), parts.chunks(trained.model, trained.update, layout) as chunks:
+        with parts.chunks(trained.model, trained.update, layout) as chunks:
             own = [chunk for chunk in [*chunks, *of_scales] if not chunk.alike or layout.tensor.rank == 0]
             storage.write(part, own, facts, layout.rank, layout.ranks == 1)
         layout.on_first(lambda: _finish(part, options.keep_checkpoints))
@@ -71,8 +72,15 @@ def _begin(
         "config": config.to_dict(),
         "options": options.to_dict(),
         "lora": trained.adapters,
+        "last_norm": _last_norm(trained),
     }
     return facts, part
+
+
+def _last_norm(trained: Trained) -> float | None:
+    """Return the norm by which the next step clips, where it steps in backward."""
+    steps = trained.update.optimizer.backward_steps if isinstance(trained.update, MainGradUpdate) else None
+    return None if steps is None or steps.last.norm is None else float(steps.last.norm)
 
 
 def _finish(part: Path, most: int) -> None:
@@ -142,7 +150,7 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
         if verify:
             _on_all(layout, lambda: folders.verify(path, index, layout.rank, layout.ranks))
         loaded = scales.LoadedScales(trained.model, index["tensors"])
-        with parts.chunks(trained.model, trained.update, layout) as chunks:
+        with parts.chunks(trained.model, trained.update, layout, write=True) as chunks:
             storage.read(path, [*chunks, *loaded.chunks], index, layout.ranks == 1)
     except (OSError, folders.Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error
@@ -152,6 +160,8 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
     parts.set_step(trained.update, step)
     if isinstance(trained.update, MainGradUpdate):
         trained.update.publish()
+        if (steps := trained.update.optimizer.backward_steps) is not None and index.get("last_norm") is not None:
+            steps.last.norm = torch.tensor(index["last_norm"], device=layout.device)
     loaded.put()
     return step
 

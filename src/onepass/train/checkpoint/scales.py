@@ -15,7 +15,7 @@ Counts are below 2^24, so that fp32 holds them. All ranks of a stage have the sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,16 +36,6 @@ def scale_chunks(model: nn.Module) -> Iterator[Chunk]:
         state: FP8Weight | None = getattr(each.weight, "fp8", None)
         if state is not None and not state.is_fresh:
             yield from _chunks(each.name, _as_fp32(state.state_dict(each.weight)))
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Keep scales through a save, which writes bf16 weights again by their masters: else the run would go on by other scales."""
-    with ExitStack() as stack:
-        for each in fp8_layers(model):
-            if (state := getattr(each.weight, "fp8", None)) is not None:
-                stack.enter_context(state.unchanged(each.weight))
-        yield
 
 
 class LoadedScales:
@@ -83,7 +73,7 @@ def _layers(model: nn.Module) -> Iterator[FP8Layer]:
 def _chunks(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
     for kind, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        yield Chunk(f"fp8.{kind}.{name}", shape, (0,) * len(shape), tensor, alike=True)
+        yield Chunk(f"fp8.{kind}.{name}", shape, (0,) * len(shape), shape, partial(Tensor.detach, tensor), alike=True)
 
 
 def _as_fp32(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -101,11 +101,11 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._chunks[write_item.index].tensor
+        return self._chunks[write_item.index].open()
 
 
 def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
-    data = TensorWriteData(_stored(chunk.offsets, chunk.tensor.shape), _PROPERTIES, torch.Size(chunk.shape))
+    data = TensorWriteData(_stored(chunk.offsets, chunk.sizes), _PROPERTIES, torch.Size(chunk.shape))
     return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
@@ -123,7 +123,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return LoadPlan([item for chunk in self._chunks.values() for item in _read_items(chunk, self.metadata)])
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._chunks[index].tensor
+        return self._chunks[index].open()
 
 
 def _read_items(chunk: Chunk, metadata: Metadata) -> list[ReadItem]:
@@ -131,8 +131,8 @@ def _read_items(chunk: Chunk, metadata: Metadata) -> list[ReadItem]:
     if there is None or there.size != torch.Size(chunk.shape):
         stored = "none" if there is None else f"one of {list(there.size)}"
         raise Damaged(f"it must have a tensor {chunk.name} of {list(chunk.shape)}, but has {stored}")
-    items = create_read_items_for_chunk_list(chunk.name, there, [_stored(chunk.offsets, chunk.tensor.shape)])
-    if sum(math.prod(item.lengths) for item in items) != chunk.tensor.numel():
+    items = create_read_items_for_chunk_list(chunk.name, there, [_stored(chunk.offsets, chunk.sizes)])
+    if sum(math.prod(item.lengths) for item in items) != math.prod(chunk.sizes):
         raise Damaged(f"it must have all of {chunk.name}, but has a part")
     return items
 
