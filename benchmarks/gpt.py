@@ -6,8 +6,9 @@ One GPU, bf16, random tokens. Plain is benchmarks/plain_gpt.py, compiled, with A
 parameters, gradients and moments, or all in bf16. onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own
 AdamW. All clip, and have the same settings of determinism. "Gradients kept" and "gradients released" are
 --no-release-main-grads and --release-main-grads, of which onepass does one by itself; "selective" and "full" are
---recompute-granularity; "8-bit inputs" is --activation-func-fp8-input-store, "fp8" --fp8-format hybrid. "torchao" is the plain
-model with its products in eight bits by torchao, where that is installed.
+--recompute-granularity, with a number of blocks behind it --recompute-num-layers; "8-bit moments", "in backward" and "offload"
+are --optimizer-moments 8bit, --step-in-backward and --offload-optimizer; "8-bit inputs" is --activation-func-fp8-input-store,
+"fp8" --fp8-format hybrid. "torchao" is the plain model with its products in eight bits by torchao, where that is installed.
 Tokens a second are over steps that follow one another, optimizer included; memory is the allocator's peak; the share of peak is
 6 x parameters x tokens and attention's causal half, over cuBLAS's best product of the same run.
 """
@@ -64,6 +65,7 @@ CASES = {
         {"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8},
     ),
     "8B": Case("8B", 1, 8192, {}),
+    "8B_16k": Case("8B", 2, 8192, {}),
     "124M_llama": Case(
         "124M", 16, 1024,
         {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu",
@@ -73,6 +75,9 @@ CASES = {
 WAYS = (
     "onepass", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph", "onepass, 8-bit inputs",
     "onepass, 8-bit inputs, gradients released", "onepass, selective", "onepass, full", "onepass, fp8",
+    "onepass, 8-bit moments", "onepass, 8-bit moments, in backward", "onepass, 8-bit moments, in backward, selective 6",
+    "onepass, 8-bit moments, in backward, selective", "onepass, 8-bit moments, in backward, selective, offload",
+    "onepass, in backward, selective, offload", "onepass, 8-bit moments, in backward, full",
     "onepass, fp8 tensorwise", "onepass, fp8 rowwise",
     "plain", "plain, bf16 weights", "plain, CUDA graphs", "torchao tensorwise", "torchao rowwise",
 )  # fmt: skip
@@ -82,12 +87,17 @@ def trained(case: Case, way: str) -> Trained:
     config, options = case.config(), case.options()
     if "8-bit inputs" in way:
         config = config.replace(activation_func_fp8_input_store=True)
-    if (granularity := way.partition(", ")[2]) in ("selective", "full"):
-        config = config.replace(recompute_granularity=granularity)
+    for each in way.split(", "):
+        granularity, _, blocks = each.partition(" ")
+        if granularity in ("selective", "full"):
+            count = int(blocks) if blocks else None
+            config = config.replace(recompute_granularity=granularity, recompute_num_layers=count)
     if "fp8" in way:
         config = config.replace(fp8_format="hybrid", fp8_recipe=way.partition("fp8 ")[2] or "delayed")
     if "gradients" in way:
         options = replace(options, release_main_grads="gradients released" in way)
+    state = {"optimizer_moments": "8bit" if "8-bit moments" in way else "fp32", "offload_optimizer": "offload" in way}
+    options = replace(options, step_in_backward="in backward" in way, **state)
     if way == "onepass, CUDA graph":
         options = replace(options, cuda_graphs=True)
     return make(config, options, ParallelLayout(DEVICE))
@@ -101,6 +111,7 @@ def stepper(case: Case, way: str) -> Callable[[], torch.Tensor]:
     batch = TokenBatch(text[:, :-1], text[:, 1:])
 
     def step() -> torch.Tensor:
+        made.update.set_rate(1e-5)
         loss, _ = made.steps.run(batch)
         made.update.step(1e-5)
         return loss
