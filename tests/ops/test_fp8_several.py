@@ -104,7 +104,12 @@ def states(layers):
 def steps_of_one(recipe, norm):
     """Return what `steps` finds of a layer that has all rows, and the state of its scales."""
     one = Layers(False, norm)
-    return steps(partial(one.of_one, recipe=recipe), one), states(one)
+    return steps(partial(one.of_one, recipe=recipe), one, microbatches=microbatches_of(recipe)), states(one)
+
+
+def microbatches_of(recipe):
+    """Two where scales are of all of a step's microbatches."""
+    return 2 if recipe.scaling == "delayed" else 1
 
 
 WAYS = {"called": (False, True), "apart": (True, False), "together": (True, True)}  # in a graph, in one place in memory
@@ -119,7 +124,7 @@ def test_they_are_as_one_layer(recipe, norm, way):
     several = Layers(True, norm, together=together)
     expected, theirs = steps_of_one(recipe, norm)
     call = compiled(several, recipe) if graph else partial(several.of_several, recipe=recipe)
-    found = steps(call, several)
+    found = steps(call, several, microbatches=microbatches_of(recipe))
     least = [decibels(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
     assert min(least) > 48, least  # sums of another order at most
     ours = states(several)

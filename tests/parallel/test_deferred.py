@@ -166,7 +166,7 @@ def test_under_autocast():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own, where a graph is left
-@ops
+@pytest.mark.parametrize("name", ("linear", "rms_norm"))
 def test_a_compiled_graph_is_left_for_it(name):
     made, at_once, put_off = parameters(), parameters(), DeferredWgrad()
 
