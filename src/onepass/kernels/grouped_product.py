@@ -1,4 +1,4 @@
-"""Products of rows that are sorted by group, each with its group's matrix: PyTorch's where it has them, else a loop over groups.
+"""Products of rows that are sorted by group, each with its group's matrix: by Triton, PyTorch's, or a loop over groups.
 
 Shapes   a [M, K], b [G, N, K], ends [G] int32: where each group's rows end. A group may have none. The result is [M, N].
 Codes    a has a scale a row, and b one for each of its G N rows. The result of a row is multiplied by the inverses of both.
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.kernels.grouped_kernels import multiply_rows, triton_multiplies
 from onepass.kernels.quack_product import add_by_quack, multiply_by_quack, quack_multiplies
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.runtime.op import Registered
@@ -52,8 +53,9 @@ def torch_can_group(x: Tensor, weight: Tensor) -> bool:
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a @ b[g].T for each group's rows. Both have the same type."""
     if a.shape[0] and torch_can_group(a, b):  # PyTorch's refuses no rows
-        multiplications = a.shape[0] * b.shape[1] * b.shape[2]
-        return multiply_by_quack(a, b, ends) if quack_multiplies(a, b, multiplications) else F.grouped_mm(a, b.mT, offs=ends)
+        if quack_multiplies(a, b, a.shape[0] * b.shape[1] * b.shape[2]):
+            return multiply_by_quack(a, b, ends)
+        return multiply_rows(a, b, ends) if triton_multiplies(a, b, a.shape[0]) else F.grouped_mm(a, b.mT, offs=ends)
     return _by_group(a, b, ends)  # type: ignore[no-any-return]
 
 

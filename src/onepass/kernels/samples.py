@@ -11,6 +11,7 @@ from torch import Tensor
 from onepass.kernels import decode, fp8, fp8_cast, fp8_transpose
 from onepass.kernels.adapter_pack import AdapterShapes, pack_adapters, unpack_adapters
 from onepass.kernels.document_positions import document_positions
+from onepass.kernels.grouped_kernels import multiply_rows
 from onepass.kernels.low_rank import NO_DROPOUT, RowDropout, lora_expand, lora_gradient, lora_shrink
 from onepass.kernels.mapped_rows import order_by_map, spread_by_map, sum_by_map
 from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
@@ -50,6 +51,16 @@ def covering_calls() -> Iterator[CoveringCall]:
     ):  # fmt: skip
         yield _experts_rows_call(tokens, experts, k, width, dtype)
     yield CoveringCall("positions of 8 documents", fp32, _positions)
+    for groups, N, K in ((64, 2816, 2048), (64, 2048, 1408), (128, 1536, 2048), (8, 4096, 14336), (32, 2880, 2880)):
+        yield CoveringCall(f"products of {groups} groups, {N}x{K}", bf16, partial(_groups, groups, N, K), 90)
+
+
+def _groups(groups: int, N: int, K: int) -> Tensor:
+    x, ends = meta(98304, K, dtype=torch.bfloat16), torch.empty(groups, dtype=torch.int32, device="meta")
+    with torch.no_grad():
+        multiply_rows(x, meta(groups, N, K, dtype=torch.bfloat16), ends)
+        multiply_rows(x, meta(groups, K, N, dtype=torch.bfloat16).mT, ends)
+    return x
 
 
 def _positions() -> Tensor:

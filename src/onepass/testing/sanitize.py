@@ -37,6 +37,7 @@ from onepass.kernels import fp8_cast
 from onepass.kernels.decode import decode_four_bits, decode_int8
 from onepass.kernels.fp8 import new_notes
 from onepass.kernels.fp8_transpose import transpose_codes
+from onepass.kernels.grouped_kernels import multiply_rows
 from onepass.kernels.launch import Bound, Kernel
 from onepass.kernels.mapped_rows import order_by_map, spread_by_map, sum_by_map
 from onepass.kernels.token_rows import order_rows, spread_rows, sum_rows
@@ -63,7 +64,10 @@ from onepass.testing.contract import subjects
 from onepass.testing.faults import PRODUCTS, wrapped
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-ALLOWED = {("initcheck", "_dk_dv_kernel"): "reads tensor descriptors, which initcheck doesn't see Triton write"}
+ALLOWED = dict.fromkeys(
+    (("initcheck", name) for name in ("_dk_dv_kernel", "_grouped_rows_kernel")),
+    "reads tensor descriptors, which initcheck doesn't see Triton write",
+)
 COMPILE = "(compile)"  # the run before, without a tool
 _OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # PyTorch asks the driver questions whose answer is an error
 _SECONDS = 600  # that a tool may take
@@ -236,6 +240,7 @@ def _more_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object
         yield f"fp8 norm 37x{width}", partial(_fp8_norms, draw(37, width).detach())
     yield "decode", partial(_decodes, device)
     yield "experts' rows", partial(_experts_rows, draw(37 * 3, 203).detach())
+    yield "grouped products", partial(_grouped_products, *(draw(300, width).detach().bfloat16() for width in (264, 136)))
     yield "ragged_norm", partial(_ragged_norm, [draw(37, width).detach() for width in (1, 33, 255, 1000, 2001)])
     yield "adamw", partial(_adamw_step, device)
 
@@ -263,6 +268,14 @@ def _experts_rows(x: Tensor) -> None:
     order = order_by_map(taken, count)
     sum_by_map(x.new_zeros(count, 203), order)
     spread_by_map(x[:37], order)
+
+
+def _grouped_products(dy: Tensor, x: Tensor) -> None:
+    """Multiply rows of groups of 0, 129 and 131, of 300, with matrices in both layouts."""
+    ends = torch.tensor((0, 129, 260), dtype=torch.int32, device=x.device)
+    weight = x.new_zeros(3, dy.shape[1], x.shape[1])
+    multiply_rows(x, weight, ends)
+    multiply_rows(dy, weight.mT, ends)
 
 
 def _fp8_casts(*xs: Tensor) -> None:

@@ -7,8 +7,9 @@ Shapes   x [..., H], chosen and weights [..., k], up [E, 2 I or I, H], down [E, 
 Rows     are sorted by expert (kernels/token_rows.py). Up's product gathers them, down's makes the activation, with w in it, and
          one pass sums by token. Nothing is read by the host, and nothing is atomic: the same bits in each call.
 Saves    x, the order, and up's result; recompute=True: x and the order.
-Products PyTorch's grouped ones on GPUs in bf16, or QuACK's (kernels/quack_product.py), elsewhere a loop over experts, which waits
-         for a GPU. The weights' gradients are rounded once before they are added to main_grad, but QuACK adds as it stores.
+Products in bf16 on GPUs PyTorch's grouped ones, on Hopper rows' by Triton (kernels/grouped_kernels.py), or QuACK's
+         (kernels/quack_product.py); elsewhere a loop over experts, which waits for a GPU. The weights' gradients are rounded once
+         before they are added to main_grad, but QuACK adds as it stores.
 LoRA     of an expert is that of its rows (product/grouped.py). Nothing of the weights' size is made.
 Bytes    of M rows: x's gathered twice, up's result written and read three times, the activation's written twice and read twice,
          down's written and read, and as much again of gradients; up's bias reads and writes its rows once more, down's 1 / k of
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from onepass.gradients.written_names import WrittenNames
+from onepass.kernels.grouped_kernels import triton_multiplies
 from onepass.kernels.quack_product import quack_adds, quack_multiplies
 from onepass.ops.activation.activations import find_activation
 from onepass.ops.activation.formula import ActivationOptions, activation_formula, check_options
@@ -85,23 +87,33 @@ def variant(call: Call) -> str:
     E, k = call.up.shape[0], call.chosen.shape[-1]
     products = "grouped products" if recipe_of(call.precision) is None else "grouped products in eight bits where they gain"
     kept = "x and the order of rows" if call.recompute else "x, the order of rows and up's result"
-    products += f" forward, four backward{_by_quack(call)}"
+    products += f" forward, four backward{_by_others(call)}"
     return f"rows of {k} of {E} experts a token, sorted by expert; two {products}; keeps {kept}"
 
 
-def _by_quack(call: Call) -> str:
-    named: dict[str, list[str]] = {"products": [], "gradient": [], "gradient into main_grad": []}
+def _by_others(call: Call) -> str:
+    """Name the products that are not PyTorch's."""
+    quacks: dict[str, list[str]] = {"products": [], "gradient": [], "gradient into main_grad": []}
+    tritons: dict[str, list[str]] = {"products": []}
     for name, weight in (("up", call.up), ("down", call.down)):
-        size, main_grad = call.chosen.numel() * weight.shape[1] * weight.shape[2], getattr(weight, "main_grad", None)
+        rows, main_grad = call.chosen.numel(), getattr(weight, "main_grad", None)
+        size, in_16_bits = rows * weight.shape[1] * weight.shape[2], recipe_of(call.precision) is None
         is_added = main_grad is not None and quack_adds(call.x, main_grad)
-        if recipe_of(call.precision) is None and quack_multiplies(call.x, weight, size):
-            named["products"].append(name)
+        multiplied = in_16_bits and quack_multiplies(call.x, weight, size)
+        if multiplied:
+            quacks["products"].append(name)
         elif not is_added and quack_multiplies(call.x, weight, size, of_gradient=True):
-            named["gradient"].append(name)
+            quacks["gradient"].append(name)
+        if in_16_bits and not multiplied and triton_multiplies(call.x, weight, rows):
+            tritons["products"].append(name)
         if is_added:
-            named["gradient into main_grad"].append(name)
+            quacks["gradient into main_grad"].append(name)
+    return _said(quacks, "QuACK") + _said(tritons, "Triton")
+
+
+def _said(named: dict[str, list[str]], by: str) -> str:
     said = [f"{' and '.join(names)}'s {what}" for what, names in named.items() if names]
-    return f", {' and '.join(said)} by QuACK" if said else ""
+    return f", {' and '.join(said)} by {by}" if said else ""
 
 
 def _check(given: Mapping[str, Any]) -> None:
