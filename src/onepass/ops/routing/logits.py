@@ -45,10 +45,10 @@ def _parts(x: Tensor) -> list[Tensor]:
     """Return bf16 tensors whose sum is x."""
     if x.dtype is torch.bfloat16:
         return [x]
-    found, rest = [], x
-    for _ in range(_PARTS):
-        found.append(rest.to(torch.bfloat16))
+    found, rest = [x.to(torch.bfloat16)], x
+    for _ in range(1, _PARTS):
         rest = rest - found[-1]
+        found.append(rest.to(torch.bfloat16))
     return found
 
 
@@ -60,24 +60,26 @@ def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        parts = _parts(weight)
-        y = _mm(x, torch.cat(parts).t(), torch.float32)
-        return y.view(len(x), len(parts), -1).sum(1)
+        parts = torch.cat(_parts(weight))
+        ctx.weight_type = weight.dtype
+        ctx.save_for_backward(x, parts)
+        y = _mm(x, parts.t(), torch.float32)
+        return y.view(len(x), -1, len(weight)).sum(1)
 
     @staticmethod
     @not_twice_differentiable
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        d, w = _parts(dlogits), _parts(weight)
+        x, parts = ctx.saved_tensors
+        experts = dlogits.shape[1]
+        d, w = _parts(dlogits), parts.split(experts)
         beside = torch.cat([*d, d[0]], 1)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            rows = [*[w[0]] * _PARTS, w[1] if len(w) > 1 else torch.zeros_like(weight)]
+            rows = [*[w[0]] * _PARTS, w[1] if len(w) > 1 else torch.zeros_like(w[0])]
             dx = _mm(beside, torch.cat(rows), x.dtype)
         if ctx.needs_input_grad[1]:
-            parts = _mm(beside[:, : _PARTS * len(weight)].t(), x, torch.float32)
-            dweight = parts.view(_PARTS, *weight.shape).sum(0).to(weight.dtype)
+            sums = _mm(beside[:, : _PARTS * experts].t(), x, torch.float32)
+            dweight = sums.view(_PARTS, experts, -1).sum(0).to(ctx.weight_type)
         return dx, dweight
 
 
