@@ -48,7 +48,7 @@ CASES = {
     "no fusion": None,
 }
 PACKED = ("llama", "gpt-2, dropout", "dropout in attention", "experts", "eight bits", "two tokens more", "no fusion")
-IN_INTERPRETER = ("fp32", "experts", "eight bits", "gpt-2, dropout", "norms of heads")  # beside a llama
+IN_INTERPRETER = ("experts", "eight bits", "gpt-2, dropout")  # beside a llama
 PLAIN = ("attention_fusion", "bias_activation_fusion", "norm_linear_fusion", "norm_fusion", "apply_rope_fusion")
 
 

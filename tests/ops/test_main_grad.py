@@ -119,9 +119,10 @@ def test_each_kind_of_pass_gets_what_it_asks_for(sample, backend):
         loss.backward()
     call.check(3)
     assert any("onepass.add" in name for name in mode.names), mode.names
-    without = Call(sample, backend, flag=False)
-    without.loss().backward()
-    without.check(1, flag=False)
+    if backend == "torch":
+        without = Call(sample, backend, flag=False)
+        without.loss().backward()
+        without.check(1, flag=False)
 
 
 @by_both
@@ -155,14 +156,16 @@ WRONG = {
 @by_both
 @samples
 def test_a_wrong_main_grad_raises_before_anything_is_written(sample, backend):
+    call = Call(sample, backend)
     for make, error in list(WRONG.values())[: 1 if backend == "triton" else None]:  # the same function looks at them
-        for name in Call(sample, backend).parameters:
-            call = Call(sample, backend)
-            rest = {other: t for other, t in call.main_grads().items() if other != name}
-            call.parameters[name].main_grad = make(call.parameters[name].detach())
-            with unchanged(**rest), pytest.raises(error, match="main_grad must"):
+        for name, t in call.parameters.items():
+            main_grads = call.main_grads()
+            own = main_grads.pop(name)
+            t.main_grad = make(t.detach())
+            with unchanged(**main_grads), pytest.raises(error, match="main_grad must"):
                 call.loss()
             assert call.untouched()
+            t.main_grad = own
 
 
 @by_both

@@ -26,7 +26,8 @@ from onepass.testing.mutants import mutate
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # less than 20 s of CPU in all. Mutants are found in as many of their op's
 CASES = dict.fromkeys(OPS, 20) | dict.fromkeys(("rms_norm", "softmax", "dropout_add", "linear", "latent_attention"), 40)
-CASES |= {"linear_cross_entropy": 15, **dict.fromkeys(DELEGATED, 8)}
+CASES |= dict.fromkeys(("causal_conv1d", "delta_gates", "experts", "linear_cross_entropy", "linear_divergence"), 12)
+CASES |= dict.fromkeys(DELEGATED, 8)
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
