@@ -1,6 +1,7 @@
 """Kinds of attention that `apply` makes one op, and those that only look so in a short trial."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -39,17 +40,26 @@ KINDS = {  # a family's options; whether attention is one op in each layer; the 
 }  # fmt: skip
 
 
+@cache
+def usual(family, **options):
+    """Return a model of a family, batches, and the steps that it makes of them."""
+    model, batches = made(family, **KINDS[family][0] | options), (batch(), batch(masked=True))
+    steps = [step(model, **given) for given in batches]
+    model.zero_grad()
+    return model, batches, steps
+
+
 def assert_kind(family, apply=huggingface.apply, **options):
-    sizes, one_op, how = KINDS[family]
-    model = made(family, **sizes | options)
-    before = copy.deepcopy(model)
+    _, one_op, how = KINDS[family]
+    before, batches, steps = usual(family, **options)
+    model = copy.deepcopy(before)
     apply(model)
     matches = [layer.self_attn._onepass for layer in model.model.layers]
     assert [match.whole is not None for match in matches] == one_op
     found = [match.rotation and (match.rotation.interleaved, match.rotation.layout) for match in matches]
     assert found == [how, how]
-    for given in (batch(), batch(masked=True)):
-        assert_alike(step(model, **given), step(before, **given))
+    for given, expected in zip(batches, steps, strict=True):
+        assert_alike(step(model, **given), expected)
 
 
 @pytest.mark.parametrize("family", KINDS)

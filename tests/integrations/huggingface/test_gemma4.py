@@ -1,6 +1,7 @@
 """Gemma 4's attention: one op where a layer has its own keys and values, the model's code by onepass's kernels elsewhere."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -39,16 +40,26 @@ def counted(monkeypatch, module, name):
     return calls
 
 
-def assert_kind(kind, apply=huggingface.apply, **options):
-    sizes, words = KINDS[kind]
-    model = made("Gemma4Text", **sizes | options)
-    before, applied = copy.deepcopy(model), apply(model)
+@cache
+def usual(kind):
+    """Return a model of a kind, batches, and the steps that it makes of them."""
+    model, batches = made("Gemma4Text", **KINDS[kind][0]), (batch(), batch(masked=True), batch() | PACKED)
+    steps = [step(model, **given) for given in batches]
+    model.zero_grad()
+    return model, batches, steps
+
+
+def assert_kind(kind, apply=huggingface.apply):
+    words = KINDS[kind][1]
+    before, batches, steps = usual(kind)
+    model = copy.deepcopy(before)
+    applied = apply(model)
     assert [row.by for row in applied.rows if row.part == "qkv" and row.name.endswith("self_attn")] == words
     assert {row.by for row in applied.rows if row.part == "rope"} == {"rope"}
     (stack,) = (row for row in applied.rows if row.name == "model")
     assert stack.by == "documents for packed and padded masks, windows of 5"
-    for given in (batch(), batch(masked=True), batch() | PACKED):
-        assert_alike(step(model, **given), step(before, **given))
+    for given, expected in zip(batches, steps, strict=True):
+        assert_alike(step(model, **given), expected)
     assert not model.model._onepass.refused  # markers have stood for masks in all of these
     return words
 

@@ -1,6 +1,7 @@
 """Multi-head latent attention that `apply` makes one op, and what leaves it to the model's own code."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -55,17 +56,26 @@ def of_kind(kind, **more):
     return made(family, **options | more)
 
 
+@cache
+def usual(kind):
+    """Return a model of a kind, batches, and the steps that it makes of them."""
+    model, batches = of_kind(kind), (batch(), batch(masked=True), batch() | PACKED)
+    steps = [step(model, **given) for given in batches]
+    model.zero_grad()
+    return model, batches, steps
+
+
 def assert_kind(kind, apply=huggingface.apply):
     _, _, how, norms = KINDS[kind]
-    model = of_kind(kind)
-    before = copy.deepcopy(model)
+    before, batches, steps = usual(kind)
+    model = copy.deepcopy(before)
     apply(model)
     for layer in model.model.layers:
         whole = layer.self_attn._onepass.whole
         assert type(whole).__name__ == "FusedLatent" and whole.norms == norms
         assert (whole.rotation.interleaved, whole.rotation.layout) == how
-    for given in (batch(), batch(masked=True), batch() | PACKED):
-        assert_alike(step(model, **given), step(before, **given))
+    for given, expected in zip(batches, steps, strict=True):
+        assert_alike(step(model, **given), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import astuple
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -58,17 +59,27 @@ def factor_of(layer):
     return None if factor is None else astuple(factor)
 
 
+@cache
+def usual(kind):
+    """Return a model of a kind, batches, and the steps that it makes of them."""
+    model, batches = made("Llama4Text", **KINDS[kind][0]), (batch(), batch(tokens=13), *BATCHES.values())
+    steps = [step(model, **given) for given in batches]
+    model.zero_grad()
+    return model, batches, steps
+
+
 def assert_kind(kind, apply=huggingface.apply):
     options, words, chunks = KINDS[kind]
-    model = made("Llama4Text", **options)
-    before, applied = copy.deepcopy(model), apply(model)
+    before, batches, steps = usual(kind)
+    model = copy.deepcopy(before)
+    applied = apply(model)
     assert [row.by for row in applied.rows if row.part == "qkv" and row.name.endswith("self_attn")] == words
     assert [layer.self_attn._onepass.reach.chunk for layer in model.model.layers] == chunks
     assert not [row for row in applied.rows if row.part == "rope"]  # attention rotates
     for layer, by in zip(model.model.layers, words, strict=True):
         assert factor_of(layer) == ((0.1, options["floor_scale"], 1, False) if by == SCALED else None)
-    for given in (batch(), batch(tokens=13), *BATCHES.values()):
-        assert_alike(step(model, **given), step(before, **given))
+    for given, expected in zip(batches, steps, strict=True):
+        assert_alike(step(model, **given), expected)
     assert not model.model._onepass.refused  # markers have stood for masks in all of these
 
 
