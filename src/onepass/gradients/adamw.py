@@ -168,11 +168,12 @@ class AdamW(torch.optim.Optimizer):
 
     def _add_state(self, buckets: list[Bucket]) -> None:
         """Allocate state for the parameters of buckets that are new."""
-        main_grads = self._main_grads
         if self._gathered:
             self._gathered.extend()
-        with main_grads.filled():
-            parts = self._make_parts(buckets)
+        parts = [_Part(some) for some in self._divided(buckets)]
+        for part in parts:
+            with self._main_grads.filled(part.buckets):
+                self._allocate(part)
         self._reload(piece for part in parts for piece in part.pieces)
         for part in parts:
             for piece in part.pieces:
@@ -181,21 +182,15 @@ class AdamW(torch.optim.Optimizer):
         if self._gathered:
             self._gathered.lay()
 
-    def _make_parts(self, buckets: list[Bucket]) -> list[_Part]:
-        """Allocate state for the gradients that this rank reduces, and return where all of it lies."""
-        parts = [_Part(some) for some in self._divided(buckets)]
-        for part in parts:
-            for device in dict.fromkeys(bucket.flat.device for bucket in part.buckets):
-                places = [place for each in part.buckets if each.flat.device == device for place in self._places_in(each)]
-                wanted = [(place.weight.numel(), self._types_of(place)) for place in places]
-                part.steppers[device] = AdamWStepper(device, self.param_groups)
-                for place, (stored, passed) in zip(places, allocate_state(device, wanted, self._ring(device)), strict=True):
-                    row = self._row_of[id(place.parameter)]
-                    state = ParameterState(place.weight, stored, row, place.start, passed)
-                    part.pieces.append(
-                        _ParameterShard(place.name, place.parameter, place.start, state, state.grads_of(place.grad))
-                    )
-        return parts
+    def _allocate(self, part: _Part) -> None:
+        """Allocate state for the gradients of a part that this rank reduces."""
+        for device in dict.fromkeys(bucket.flat.device for bucket in part.buckets):
+            places = [place for each in part.buckets if each.flat.device == device for place in self._places_in(each)]
+            wanted = [(place.weight.numel(), self._types_of(place)) for place in places]
+            part.steppers[device] = AdamWStepper(device, self.param_groups)
+            for place, (stored, passed) in zip(places, allocate_state(device, wanted, self._ring(device)), strict=True):
+                state = ParameterState(place.weight, stored, self._row_of[id(place.parameter)], place.start, passed)
+                part.pieces.append(_ParameterShard(*place[:2], place.start, state, state.grads_of(place.grad)))
 
     def _ring(self, device: torch.device) -> StateRing | None:
         if self._offload and device not in self._rings:

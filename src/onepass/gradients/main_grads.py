@@ -245,15 +245,15 @@ class MainGrads:
             ensure_written(buffer)
 
     @contextmanager
-    def filled(self) -> Iterator[None]:
-        """Have memory in the block, so that views can be made; release what had none before."""
-        empty = [released for released in self._released if not released.has_memory]
-        self.fill_()
+    def filled(self, buckets: Iterable[Bucket]) -> Iterator[None]:
+        """Have buckets' memory in the block, so that views can be made; release what had none before."""
+        empty = [bucket for bucket in buckets if (each := buffer_of(bucket.flat)) is not None and not each.has_memory]
+        for bucket in empty:
+            ensure_written(bucket.flat)
         try:
             yield
         finally:
-            for released in empty:
-                released.release()
+            self.give_back(empty)
 
     def _open(self) -> None:
         self.begun += 1

@@ -88,7 +88,7 @@ class MasterWeights:
     def _add_masters(self) -> None:
         """Make masters of the parameters in buckets that are new."""
         buckets = self._main_grads.buckets[self._placed :]
-        with self._main_grads.filled():
+        with self._main_grads.filled(buckets):
             if self._gathered:
                 parts = self._gathered.mine[self._placed :]
                 wide = [part if part.dtype is torch.float32 else part.float() for part in parts]

@@ -6,6 +6,7 @@ next comes, and the one before goes. In backward, where gradients come in the pa
 
 from __future__ import annotations
 
+import mmap
 import time
 import weakref
 from typing import Any
@@ -53,8 +54,10 @@ class StateRing:
 
     def host_memory(self, size: int) -> Tensor:
         """Return zeros of the host, to which the device copies beside kernels."""
-        memory = torch.zeros(size, dtype=torch.uint8)
-        if self._streams is not None and size:
+        if not size:
+            return torch.zeros(0, dtype=torch.uint8, device="cpu")
+        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)  # pages of its own: those are what is pinned
+        if self._streams is not None:
             _pin(memory)
         self._stored.append(memory)
         return memory
@@ -140,5 +143,4 @@ def _unpin(streams: Any, stored: list[Tensor]) -> None:
     for stream in streams:
         stream.synchronize()
     for memory in stored:
-        if memory.numel():
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
