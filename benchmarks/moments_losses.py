@@ -1,6 +1,7 @@
 """Whether a model learns the same with AdamW's moments in fewer bits: held-out losses beside fp32 moments', seed by seed.
 
-    python benchmarks/moments_losses.py [--preset NAME] [--steps N] [--seeds N] [--workers N] [--cpu] [--json FILE]
+    python benchmarks/moments_losses.py [--preset NAME] [--steps N] [--seeds N] [--workers N] [--cpu]
+        [--moments KIND ...] [--json FILE]
 
 The same weights, text and learning rates for each kind of one seed, in bf16 with fp32 masters. A seed is of the weights and of
 the order of the text; what two seeds' losses with fp32 moments are apart is the measure of what a kind's and fp32's may be.
@@ -48,8 +49,8 @@ def held_out_loss(run: tuple[str, int], args: argparse.Namespace, folder: Path) 
         torch.set_num_threads(1)
     trained = make(config, options, ParallelLayout(device))
     tokens = text.load(folder, config.vocab_size)
-    arguments = options.micro_batch_size, options.seq_length, seed, 0, 1, device
-    batches, valid = Batches(tokens.train, *arguments), Batches(tokens.valid, *arguments)
+    sizes = options.micro_batch_size, options.seq_length
+    batches, valid = (Batches(part, *sizes, of, 0, 1, device) for part, of in ((tokens.train, seed), (tokens.valid, 0)))
     for step in range(args.steps):
         trained.steps.run(batches.of_step(step))
         trained.update.step(learning_rate(step, options))
@@ -69,7 +70,8 @@ def trained_all(
             run = waiting[done]
             found[run] = done.result()
             console.print(f"{time.perf_counter() - began:5.0f} s  moments {run[0]}, seed {run[1]}: {found[run]:.5f}")
-    return {kind: [found[kind, seed] for seed in range(args.seeds)] for kind in KINDS}
+    kinds = dict.fromkeys(sorted((kind for kind, _ in found), key=KINDS.index))
+    return {kind: [found[kind, seed] for seed in range(args.seeds)] for kind in kinds}
 
 
 def main() -> None:
@@ -79,6 +81,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--moments", action="append", choices=KINDS[1:], help="kinds beside fp32; all")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console(width=130)
@@ -86,7 +89,8 @@ def main() -> None:
         folder, size = Path(name), preset(args.preset).vocab_size
         length = int(TRAINING[args.preset].get("seq_length", Options().seq_length))
         text.prepare(folder, (), size, length, lambda *_: None)
-        losses = trained_all(product(KINDS, range(args.seeds)), args, folder, console)
+        kinds = ("fp32", *(args.moments or KINDS[1:]))
+        losses = trained_all(product(kinds, range(args.seeds)), args, folder, console)
     spread = statistics.stdev(losses["fp32"]) if args.seeds > 1 else None
     shown = Table("moments", "held-out loss", "apart from fp32", "most of a seed", title=f"{args.preset}, {args.steps} steps")
     rows: list[dict[str, Any]] = []
