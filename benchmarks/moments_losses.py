@@ -1,7 +1,7 @@
 """Whether a model learns the same with AdamW's moments in fewer bits: held-out losses beside fp32 moments', seed by seed.
 
     python benchmarks/moments_losses.py [--preset NAME] [--steps N] [--seeds N] [--workers N] [--cpu]
-        [--moments KIND ...] [--json FILE]
+        [--moments KIND ...] [--data FILE ...] [--json FILE]
 
 The same weights, text and learning rates for each kind of one seed, in bf16 with fp32 masters. A seed is of the weights and of
 the order of the text; what two seeds' losses with fp32 moments are apart is the measure of what a kind's and fp32's may be.
@@ -82,13 +82,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--moments", action="append", choices=KINDS[1:], help="kinds beside fp32; all")
+    parser.add_argument("--data", nargs="+", default=(), help="text files; Python's own library where none is given")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console(width=130)
     with tempfile.TemporaryDirectory() as name:
         folder, size = Path(name), preset(args.preset).vocab_size
         length = int(TRAINING[args.preset].get("seq_length", Options().seq_length))
-        text.prepare(folder, (), size, length, lambda *_: None)
+        text.prepare(folder, tuple(args.data), size, length, lambda *_: None)
+        count = len(text.load(folder, size).train)
         kinds = ("fp32", *(args.moments or KINDS[1:]))
         losses = trained_all(product(kinds, range(args.seeds)), args, folder, console)
     spread = statistics.stdev(losses["fp32"]) if args.seeds > 1 else None
@@ -103,7 +105,7 @@ def main() -> None:
     if spread is not None:
         console.print(f"seeds with fp32 moments have a standard deviation of {spread:.5f}")
     device = torch.device("cpu" if args.cpu else "cuda")
-    write(args.json, device, preset=args.preset, steps=args.steps, held_out=HELD_OUT, spread=spread, rows=rows)
+    write(args.json, device, preset=args.preset, steps=args.steps, tokens=count, held_out=HELD_OUT, spread=spread, rows=rows)
 
 
 if __name__ == "__main__":
