@@ -340,7 +340,7 @@ MUTANTS = {
     "draws begin anew in each stretch": (adamw_state, "ParameterState.slices", "self.first + start", "self.first"),
     "scales of another stretch": (adamw_state, "allocate_state", "[start // unit : ceil_div", "[: ceil_div"),
     "frozen ones are stepped": (adamw, "AdamW._follow", "if id(piece.parameter) in trained", ""),
-    "embeddings in eight bits": (adamw_state, "embeddings_of", "isinstance(each, kinds)", "False"),
+    "embeddings in eight bits": (adamw_state, "embeddings_of", "isinstance(each, nn.Embedding)", "False"),
 }  # fmt: skip
 
 

@@ -20,20 +20,24 @@ from onepass.train.memory import (
 )
 from onepass.train.options import TRAINING, Options
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "scripts"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 1 << 30
 H100 = int(79.2 * GIB)
 EIGHT_B = {"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8}
 STEPS = {  # the file's row: the preset and its changes, the training's
-    ("gpt_124M", "124M", "onepass"): ({}, {}),
-    ("gpt_1B", "1B", "onepass"): ({}, {}),
-    ("gpt_fp8_1B", "1B", "onepass, fp8"): ({"fp8_format": "hybrid"}, {}),
-    ("gpt_fp8_8B", "8B_four_layers", "onepass"): (EIGHT_B, {"seq_length": 8192, "micro_batch_size": 1}),
-    ("gpt_fp8_8B", "8B_four_layers", "onepass, fp8"): (
+    ("h100/scripts/gpt_124M", "124M", "onepass"): ({}, {}),
+    ("h100/scripts/gpt_1B", "1B", "onepass"): ({}, {}),
+    ("h100/scripts/gpt_fp8_1B", "1B", "onepass, fp8"): ({"fp8_format": "hybrid"}, {}),
+    ("h100/scripts/gpt_fp8_8B", "8B_four_layers", "onepass"): (EIGHT_B, {"seq_length": 8192, "micro_batch_size": 1}),
+    ("h100/scripts/gpt_fp8_8B", "8B_four_layers", "onepass, fp8"): (
         EIGHT_B | {"fp8_format": "hybrid"}, {"seq_length": 8192, "micro_batch_size": 1}
     ),
+    ("h200/scripts/gpt_8B", "8B", "onepass, 8-bit moments, in backward, selective 6"): (
+        {"recompute_granularity": "selective", "recompute_num_layers": 6},
+        {"optimizer_moments": "8bit", "step_in_backward": True},
+    ),
 }  # fmt: skip
-RANKS = json.loads((MEASURED / "gpt_parallel_2.json").read_text())["rows"]
+RANKS = json.loads((MEASURED / "h100/scripts/gpt_parallel_2.json").read_text())["rows"]
 
 
 def planned(config, options, ranks=1, gpu=H100):

@@ -74,7 +74,7 @@ class _ParameterShard:
         return self.start + self.state.weight.numel()
 
 
-class _Place(NamedTuple):
+class _LaidParameter(NamedTuple):
     """Where a part of a parameter and of its gradient lies."""
 
     name: str
@@ -84,7 +84,7 @@ class _Place(NamedTuple):
     start: int  # in the flattened parameter
 
 
-class _Part:
+class _SteppedBuckets:
     """Buckets that are stepped together, of one device in backward."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
@@ -152,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             check_options(group)
         self._row_of = {id(parameter): row for row, parameter in enumerate(self._parameters())}
-        self._parts: list[_Part] = []
+        self._parts: list[_SteppedBuckets] = []
         self.backward_steps = BucketSteps(main_grads, self, early) if early else None
         with torch.no_grad():
             self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
@@ -170,7 +170,7 @@ class AdamW(torch.optim.Optimizer):
         """Allocate state for the parameters of buckets that are new."""
         if self._gathered:
             self._gathered.extend()
-        parts = [_Part(some) for some in self._divided(buckets)]
+        parts = [_SteppedBuckets(some) for some in self._divided(buckets)]
         for part in parts:
             with self._main_grads.filled(part.buckets):
                 self._allocate(part)
@@ -182,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
         if self._gathered:
             self._gathered.lay()
 
-    def _allocate(self, part: _Part) -> None:
+    def _allocate(self, part: _SteppedBuckets) -> None:
         """Allocate state for the gradients of a part that this rank reduces."""
         for device in dict.fromkeys(bucket.flat.device for bucket in part.buckets):
             places = [place for each in part.buckets if each.flat.device == device for place in self._places_in(each)]
@@ -205,18 +205,18 @@ class AdamW(torch.optim.Optimizer):
         keys = plan_buffers([bucket.places for bucket in buckets], sizes, RELEASED_BYTES // torch.float32.itemsize)
         return [[bucket for bucket, other in zip(buckets, keys, strict=True) if other == key] for key in dict.fromkeys(keys)]
 
-    def _places_in(self, bucket: Bucket) -> Iterator[_Place]:
+    def _places_in(self, bucket: Bucket) -> Iterator[_LaidParameter]:
         for place, start, stop in bucket.parts():
             weight = self._gathered.flat[bucket.index][start:stop] if self._gathered else _flat(place.name, place.parameter)
-            yield _Place(place.name, place.parameter, weight, bucket.flat[start:stop], start - place.start)
+            yield _LaidParameter(place.name, place.parameter, weight, bucket.flat[start:stop], start - place.start)
 
-    def _types_of(self, place: _Place) -> Types:
+    def _types_of(self, place: _LaidParameter) -> Types:
         parameter, moments = place.parameter, TYPES[self._moments[place.parameter] or ""]
         if moments is torch.int8 and (parameter.dim() < 2 or parameter.numel() % BLOCK):
             moments = torch.float32
         return state_types(moments, _BESIDE.get(parameter.dtype, {}))
 
-    def _state_of(self, part: _Part, piece: _ParameterShard) -> dict[str, Tensor]:
+    def _state_of(self, part: _SteppedBuckets, piece: _ParameterShard) -> dict[str, Tensor]:
         """Return the state of torch's AdamW, in the parameter's shape, and what is kept beside the weight. One-dimensional with
         shard."""
         shape = piece.parameter.shape
@@ -260,7 +260,7 @@ class AdamW(torch.optim.Optimizer):
         self.publish()
         return norm
 
-    def _run(self, part: _Part, norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
+    def _run(self, part: _SteppedBuckets, norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
         for stepper in part.steppers.values():
             stepper.run(self.param_groups, norm, max_norm, zero)
 
@@ -277,7 +277,7 @@ class AdamW(torch.optim.Optimizer):
         self._follow()
         return self._part_with(bucket).buckets
 
-    def _part_with(self, bucket: Bucket) -> _Part:
+    def _part_with(self, bucket: Bucket) -> _SteppedBuckets:
         return next(part for part in self._parts if bucket in part.buckets)
 
     @property

@@ -245,7 +245,7 @@ def _follow(batch: AdamWBatch) -> None:
     """Update the table where gradients' storages have new memory, as with `MainGrads(release=True)`, on the device."""
     apart = _distances(batch.sources)
     if apart != batch.apart:
-        moved = torch.tensor([now - before for now, before in zip(apart, batch.apart, strict=True)])
+        moved = torch.tensor([now - before for now, before in zip(apart, batch.apart, strict=True)], device="cpu")
         batch.chunks[:, 1].add_(moved.to(batch.chunks.device, non_blocking=True)[batch.source_of])
         batch.apart = apart
 

@@ -50,10 +50,10 @@ def take_moments(groups: Iterable[dict[str, Any]], default: str | None, kinds: I
 
 def embeddings_of(module: nn.Module | None) -> set[Tensor]:
     """Return the weights of the module's embeddings, an output layer's that is tied to one too."""
-    from onepass.nn.embedding import VocabParallelEmbedding  # which imports this folder
-
-    kinds = nn.Embedding, VocabParallelEmbedding
-    return set() if module is None else {each.weight for each in module.modules() if isinstance(each, kinds)}
+    if module is None:
+        return set()
+    found: set[Any] = {each for each in module.modules() if isinstance(each, nn.Embedding) or hasattr(each, "is_embedding")}
+    return {each.weight for each in found}
 
 
 def embeddings_apart(groups: Iterable[Mapping[str, Any]], module: nn.Module, moments: str | None) -> list[dict[str, Any]]:

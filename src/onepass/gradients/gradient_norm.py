@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onepass.distributed.collectives import start_all_gather
-
-if TYPE_CHECKING:
-    from onepass.gradients.main_grads import MainGrads
+from onepass.gradients.buckets import Bucket
 
 
-def gradient_norm(main_grads: MainGrads, norm_type: float) -> Tensor:
+class _FlatGradients(Protocol):
+    """What these functions read of a `MainGrads`."""
+
+    buffers: list[Tensor]
+    buckets: list[Bucket]
+    shard: bool
+    group: dist.ProcessGroup | None
+    tp_group: dist.ProcessGroup | None
+    pp_group: dist.ProcessGroup | None
+
+
+def gradient_norm(main_grads: _FlatGradients, norm_type: float) -> Tensor:
     """Return the norm in fp32, on all ranks. The CPU does not wait."""
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, but is {norm_type}")
@@ -32,14 +42,14 @@ def gradient_norm(main_grads: MainGrads, norm_type: float) -> Tensor:
     return whole
 
 
-def scale_gradient(main_grads: MainGrads, factor: Tensor) -> None:
+def scale_gradient(main_grads: _FlatGradients, factor: Tensor) -> None:
     for bucket in main_grads.buckets:  # not the gaps between parameters, where a NaN factor would leave NaN
         parts = [bucket.flat[start:stop] for _, start, stop in bucket.parts()]
         if parts:
             torch._foreach_mul_(parts, factor.to(bucket.flat.device))
 
 
-def _parts_of_this_rank(main_grads: MainGrads) -> list[Tensor]:
+def _parts_of_this_rank(main_grads: _FlatGradients) -> list[Tensor]:
     """Return the gradients of parameters that differ between tensor-parallel ranks."""
     return [
         bucket.flat[start:stop]

@@ -54,7 +54,7 @@ _BYTES = 32  # a gradient's address modulo this decides how it is read
 _KINDS: dict[str | None, torch.dtype | None] = TYPES | {None: None}  # of moments
 
 
-class _Part:
+class _SteppedParameters:
     """Parameters that are stepped together: a stepper for each device, whose tables have the addresses of the last step."""
 
     def __init__(self) -> None:
@@ -142,9 +142,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._rows = {parameter: row for row, parameter in enumerate(self._parameters())}
         self._shards: dict[Tensor, ParameterState] = {}
         divided = parts_of(list(self._rows)) if early else [list(self._rows)]
-        self._part_of: dict[Tensor, _Part] = {}
+        self._part_of: dict[Tensor, _SteppedParameters] = {}
         for part in divided:
-            self._part_of |= dict.fromkeys(part, _Part())
+            self._part_of |= dict.fromkeys(part, _SteppedParameters())
         self._add_state([parameter for parameter in self._rows if parameter.requires_grad])
         self._in_backward = BackwardSteps(self, divided, early) if early else None
 
@@ -168,7 +168,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _add_state(self, parameters: Iterable[Tensor]) -> None:
         """Allocate the state of these parameters, that of a part's on a device in one piece."""
-        found: dict[torch.device, dict[_Part, list[Tensor]]] = {}
+        found: dict[torch.device, dict[_SteppedParameters, list[Tensor]]] = {}
         for parameter in parameters:
             mine = _part(parameter)
             if not mine.is_contiguous():
@@ -252,7 +252,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         new = [p for p in parameters if p.grad is not None and p not in self._shards]
         if new:
             self._add_state(new)
-        given: dict[_Part, list[tuple[ParameterState, Tensor]]] = {}
+        given: dict[_SteppedParameters, list[tuple[ParameterState, Tensor]]] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue

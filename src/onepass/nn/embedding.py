@@ -41,6 +41,7 @@ class VocabParallelEmbedding(DividedParameters):
     """
 
     weight: nn.Parameter
+    is_embedding = True  # optimizers with moments in 8 bits keep its in fp32
 
     def __init__(
         self,
