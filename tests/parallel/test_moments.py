@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import onepass
 from onepass.gradients import adamw, adamw_state, offloaded_state, step_in_backward
-from onepass.parallel import AdamW, MainGrads, ShardedAdamW, StepInBackward
+from onepass.parallel import AdamW, MainGrads, MasterWeights, ShardedAdamW, StepInBackward
 from onepass.testing.mutants import mutate
 
 MOMENTS = ("fp32", "bf16", "8bit")
@@ -27,8 +28,7 @@ SMALL = 256 * 20 * 4  # bytes of a releasable buffer: two or three parameters
 
 def small(world, put):
     """Make buffers and passages of a few parameters, in a module's world."""
-    for made_by in (world.AdamW, world.MainGrads):
-        put(made_by.__init__.__globals__, "RELEASED_BYTES", SMALL)
+    put(world.MainGrads.__init__.__globals__, "RELEASED_BYTES", SMALL)
     put(world.allocate_state.__globals__, "PASSAGE", 256 * 7)
 
 
@@ -212,7 +212,68 @@ def test_it_clips_by_the_norm_of_the_step_before():
     torch.testing.assert_close([*early[0].parameters()], [*after[0].parameters()])
 
 
+def test_a_step_that_broke_off_leaves_the_norm_of_the_step_before():
+    model, grads, optimizer = made("fp32", dtype=FP32, in_backward=StepInBackward(max_norm=0.05))
+    trained(model, grads, optimizer, range(1))
+    norm = optimizer.backward_steps.last.norm.clone()
+    handle = model.layers[0].register_full_backward_hook(lambda *_: (_ for _ in ()).throw(ValueError))
+    grads.zero_()
+    with pytest.raises(ValueError):
+        (100 * model(ids(1))).backward()
+    handle.remove()
+    assert optimizer.stepped
+    clipped, run = [], optimizer._run
+    optimizer._run = lambda part, by, *rest: clipped.append(by) or run(part, by, *rest)
+    trained(model, grads, optimizer, range(1))
+    assert clipped and all(by == norm for by in clipped)
+
+
+def test_the_norm_has_no_gradients_of_what_was_frozen_in_the_step():
+    norms = []
+    for way in ("after", "in backward"):
+        model, grads, optimizer = made("fp32", way="after", dtype=FP32, in_backward=way != "after" and StepInBackward(1e9))
+        grads.zero_()
+        with optimizer.accumulate():
+            model(ids(0)).backward()
+        model.layers[1].requires_grad_(False)
+        model(ids(1)).backward()
+        grads.finish()
+        norms.append(optimizer.step(1e9) if way == "after" else optimizer.step())
+    torch.testing.assert_close(*norms)
+
+
 # ---- freezing, states ----
+
+
+def test_a_part_is_what_lies_in_a_buffer_whenever_that_was_made():
+    """Buckets that came one after another have buffers of their own, which a plan over all of them would divide otherwise."""
+    found = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = Model().to(BF16)
+        for layer in list(model.layers)[1:]:
+            layer.requires_grad_(False)
+        grads = MainGrads(model, release=True, bucket_bytes=256 * 4)
+        for layer in model.layers:
+            layer.requires_grad_(True)
+            grads.zero_()
+        optimizer = AdamW(grads, lr=1e-2, moments="8bit", in_backward=early)
+        found.append(trained(model, grads, optimizer, range(2), microbatches=2))
+    assert alike(*found)
+
+
+@pytest.mark.parametrize("later", [AdamW, MasterWeights], ids=["AdamW", "MasterWeights"])
+def test_an_optimizer_that_is_made_later_takes_over(later):
+    model, grads, old = made(way="in backward", dtype=FP32)
+    make = (grads,) if later is AdamW else (grads, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+    new = later(*make)
+    before = [p.clone() for p in model.parameters()]
+    grads.zero_()
+    model(ids(0)).backward()
+    assert all(map(torch.equal, before, model.parameters()))  # nobody stepped
+    grads.finish()
+    new.step()
+    assert not all(map(torch.equal, before, model.parameters())) and old is not None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -238,6 +299,24 @@ def test_a_state_goes_on_bit_for_bit(way, moments):
         again[0].load_state_dict(weights)
         again[2].load_state_dict(state)
         assert alike(trained(*again, range(2, 4)), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_state_is_saved_by_torch_save(moments, way):
+    model, grads, optimizer = made(moments, way)
+    trained(model, grads, optimizer, range(1))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    most = sum(each.nbytes + 100 for state in optimizer.state_dict()["state"].values() for each in state.values())
+    assert len(file.getvalue()) < 1.2 * most + 40_000
+    file.seek(0)
+    again = made(moments, way)
+    again[0].load_state_dict(model.state_dict())
+    again[2].load_state_dict(torch.load(file))
+    assert alike(everything(again[0], again[2]), everything(model, optimizer))
+    sharded = ShardedAdamW(model.parameters(), moments=moments, masters=True, offload=WAYS[way].get("offload"))
+    torch.save(sharded.state_dict(), io.BytesIO())
 
 
 def test_states_go_between_kinds_and_to_sharded_adamw():

@@ -37,7 +37,7 @@ from onepass.gradients.adamw_state import (
     take_moments,
 )
 from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
-from onepass.gradients.buckets import RELEASED_BYTES, Bucket, plan_buffers
+from onepass.gradients.buckets import Bucket
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.gathered_weights import (
     GatheredWeights,
@@ -51,6 +51,7 @@ from onepass.gradients.gathered_weights import (
 from onepass.gradients.main_grads import MainGrads
 from onepass.gradients.offloaded_state import StateRing
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options
+from onepass.gradients.releasable_storage import storage_id
 from onepass.gradients.step_in_backward import BucketSteps, StepInBackward, how_in_backward, take_norm, with_norm
 from onepass.kernels.device_tables import is_capturing
 
@@ -153,6 +154,7 @@ class AdamW(torch.optim.Optimizer):
             check_options(group)
         self._row_of = {id(parameter): row for row, parameter in enumerate(self._parameters())}
         self._parts: list[_SteppedBuckets] = []
+        main_grads.step_by(None)  # whoever did before
         self.backward_steps = BucketSteps(main_grads, self, early) if early else None
         with torch.no_grad():
             self._gathered = GatheredWeights(main_grads) if main_grads.shard else None
@@ -201,8 +203,7 @@ class AdamW(torch.optim.Optimizer):
         """Divide buckets into those that are stepped together: all, or in backward those of a buffer."""
         if self.backward_steps is None:
             return [buckets]
-        sizes = [bucket.flat.numel() for bucket in buckets]
-        keys = plan_buffers([bucket.places for bucket in buckets], sizes, RELEASED_BYTES // torch.float32.itemsize)
+        keys = [storage_id(bucket.flat) for bucket in buckets]
         return [[bucket for bucket, other in zip(buckets, keys, strict=True) if other == key] for key in dict.fromkeys(keys)]
 
     def _places_in(self, bucket: Bucket) -> Iterator[_LaidParameter]:

@@ -5,14 +5,15 @@
     low                              the lower 16 bits of a bf16 weight's master
     master                           an fp16 weight's
 
-The state of parameters that are stepped together is one piece of memory, so that it moves as one. Alike parameters lie one after
-another in each of its tensors, and have the same place in all: one table of addresses serves them (`gradients/adamw_kernels.py`).
+Alike parameters that are stepped together lie one after another in a memory of each name, and have the same place in all: one
+table of addresses serves them (`gradients/adamw_kernels.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -177,16 +178,16 @@ def allocate_state(
 ) -> Iterator[tuple[dict[str, Tensor], list[PassedStretch]]]:
     """Allocate zeros for the state of parameters that are stepped together, from their numbers and types: on the device, or with
     a ring in the host's memory."""
-    size = _lay(None, wanted)
     if ring is None:
-        yield from ((state, []) for state in _views(torch.zeros(size, dtype=torch.uint8, device=device), wanted))
+        yield from ((state, []) for state in _laid(wanted, lambda dtype, count: torch.zeros(count, dtype=dtype, device=device)))
         return
-    states = _views(ring.host_memory(size), wanted)
+    states = _laid(wanted, ring.host_memory)
     passed: list[list[PassedStretch]] = [[] for _ in wanted]
     for stretches in _passages([count for count, _ in wanted]):
         there = [(stop - start, wanted[place][1]) for place, start, stop in stretches]
-        passage, memory = ring.add_passage(_lay(None, there))
-        for (place, start, stop), used in zip(stretches, _views(memory, there), strict=True):
+        _laid(there, needed := _Pieces(None))
+        passage, memory = ring.add_passage(needed.end)
+        for (place, start, stop), used in zip(stretches, _laid(there, _Pieces(memory)), strict=True):
             passed[place].append(PassedStretch(passage, start, stop, used))
             for name, mine in used.items():
                 unit = BLOCK if name in SCALES else 1
@@ -211,27 +212,32 @@ def _passages(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
         yield found
 
 
-def _views(memory: Tensor, wanted: list[tuple[int, Types]]) -> list[dict[str, Tensor]]:
+class _Pieces:
+    """Hands out pieces of a memory one after another. None: nothing, but `end` counts its bytes."""
+
+    def __init__(self, memory: Tensor | None) -> None:
+        self._memory, self.end = memory, 0
+
+    def __call__(self, dtype: torch.dtype, count: int) -> Tensor:
+        begin = self.end
+        self.end += ceil_div(count * dtype.itemsize, _APART) * _APART
+        if self._memory is None:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
+
+
+def _laid(wanted: list[tuple[int, Types]], allocate: Callable[[torch.dtype, int], Tensor]) -> list[dict[str, Tensor]]:
+    """Return parameters' states. Of alike parameters those of one name are a memory of their own, side by side: torch.save takes
+    no storage of several types."""
     states: list[dict[str, Tensor]] = [{} for _ in wanted]
-    _lay(states, wanted, memory)
-    return states
-
-
-def _lay(
-    states: list[dict[str, Tensor]] | None, wanted: Iterable[tuple[int, Types]], memory: Tensor | None = None
-) -> int:  # fmt: skip
-    """Fill states with views of the memory, those of one name and alike parameters side by side. Return the bytes."""
     alike: dict[tuple[tuple[str, torch.dtype], ...], list[tuple[int, int]]] = {}
     for place, (size, types) in enumerate(wanted):
         alike.setdefault((*types.items(),), []).append((place, size))
-    end = 0
     for named, places in alike.items():
         for name, dtype in named:
             unit = BLOCK if name in SCALES else 1
-            begin = end
-            for place, size in places:
-                if states is not None and memory is not None:
-                    states[place][name] = memory[begin : begin + size // unit * dtype.itemsize].view(dtype)
-                begin += ceil_div(size, BLOCK) * BLOCK // unit * dtype.itemsize
-            end = ceil_div(begin, _APART) * _APART
-    return end
+            begins = [0, *accumulate(ceil_div(size, BLOCK) * BLOCK // unit for _, size in places)]
+            memory = allocate(dtype, begins[-1])
+            for (place, size), begin in zip(places, begins, strict=False):
+                states[place][name] = memory[begin : begin + size // unit]
+    return states

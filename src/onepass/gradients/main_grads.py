@@ -269,9 +269,11 @@ class MainGrads:
                 place.parameter.grad = None
                 place.parameter.grad_added_to_main_grad = False
 
-    def step_by(self, step: Callable[[Bucket], None]) -> None:
-        """Give each bucket to a method of an optimizer as soon as its gradients are whole, in backward or in `finish`. It may
-        `give_back` them. Only a weak reference is kept."""
+    def step_by(self, step: Callable[[Bucket], None] | None) -> None:
+        """Give each bucket to an optimizer's method, held weakly, as soon as its gradients are whole. None: to nobody."""
+        if step is None:
+            self._stepper = lambda: None
+            return
         if self.group is not None or self.tp_group is not None or self.pp_group is not None:
             raise ValueError("in_backward is for one rank, but main_grads has groups of several: leave in_backward False")
         if not self.releases:
@@ -392,8 +394,7 @@ class MainGrads:
         self._bucket_of[id(parameter)].note_stream()
 
     def _start_full(self, come: Bucket) -> None:
-        """Start the reductions of full buckets, in order. Those that are stepped in backward need none: of these, the one that a
-        gradient has come to."""
+        """Start the reductions of full buckets, in order, or step the one that a gradient has come to."""
         if self._stepper() is not None:
             if come.is_full():
                 self._start(come)

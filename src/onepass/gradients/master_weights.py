@@ -73,6 +73,7 @@ class MasterWeights:
         groups: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
         check_fp32(main_grads)
+        main_grads.step_by(None)  # an AdamW with in_backward may have, before
         self._main_grads = main_grads
         self._groups = parameter_groups(main_grads, groups)
         self._gathered = GatheredWeights(main_grads) if main_grads.shard else None

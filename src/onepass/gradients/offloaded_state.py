@@ -52,11 +52,12 @@ class StateRing:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
             weakref.finalize(self, _unpin, self._streams, self._stored).atexit = False
 
-    def host_memory(self, size: int) -> Tensor:
+    def host_memory(self, dtype: torch.dtype, count: int) -> Tensor:
         """Return zeros of the host, to which the device copies beside kernels."""
-        if not size:
-            return torch.zeros(0, dtype=torch.uint8, device="cpu")
-        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)  # pages of its own: those are what is pinned
+        if not count:
+            return torch.zeros(0, dtype=dtype, device="cpu")
+        pages = mmap.mmap(-1, count * dtype.itemsize)  # of its own: whole ones are pinned
+        memory = torch.frombuffer(pages, dtype=dtype)
         if self._streams is not None:
             _pin(memory)
         self._stored.append(memory)
@@ -133,9 +134,9 @@ class StateRing:
 
 def _pin(memory: Tensor) -> None:
     """Lock the memory's pages. PyTorch's own pinned memory would be rounded up to a power of two."""
-    if error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)):
+    if error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         raise RuntimeError(
-            f"offload must have memory of the host that can be pinned, but CUDA's error is {error} at {memory.numel():,} bytes"
+            f"offload must have memory of the host that can be pinned, but CUDA's error is {error} at {memory.nbytes:,} bytes"
         )
 
 

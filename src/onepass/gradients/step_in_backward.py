@@ -220,22 +220,32 @@ class BucketSteps:
         if self._step != self._main_grads.begun:
             self._step = self._main_grads.begun
             self._main_grads.note_trained()
-            self.finish()
+            self._forget()
         if bucket.index in self._whole:
             return
         self._whole.add(bucket.index)
         together = optimizer.buckets_with(bucket)
         if self._whole.issuperset(each.index for each in together):
-            self.last.add([ensure_written(each.flat) for each in together])
+            grads = [ensure_written(each.flat) for each in together]
+            trained, places = self._main_grads.trained, [place for each in together for place in each.places]
+            frozen = [place.parameter.main_grad for place in places if id(place.parameter) not in trained]
+            if frozen:  # as of microbatches before it was frozen
+                torch._foreach_zero_(frozen)
+            self.last.add(grads)
             optimizer.step_buckets(together, *self.last.clipping())
             self._main_grads.give_back(together)
-            self.stepped += [place.name for each in together for place in each.places]
+            self.stepped += [place.name for place in places if id(place.parameter) in trained]
 
     def finish(self) -> Tensor | None:
         """End a step. Return the norm of its gradients, or None where there is no max_norm."""
+        norm = self.last.finish()
+        self._forget()
+        return norm
+
+    def _forget(self) -> None:
+        self.last.forget()
         self._whole.clear()
         self.stepped.clear()
-        return self.last.finish()
 
 
 def _on_gradient(owner: weakref.ref[BackwardSteps], number: int, parameter: Tensor) -> None:

@@ -42,10 +42,10 @@ class PatientMainGrads(MainGrads):
         super().__init__(model, release=release)
         self._accumulating = True
 
-    def step_by(self, step: Callable[[Bucket], None]) -> None:
+    def step_by(self, step: Callable[[Bucket], None] | None) -> None:
         """As MainGrads'. A backward is a step's last then, but in `accumulate`."""
         super().step_by(step)
-        self._accumulating = False
+        self._accumulating = step is None
 
     def zero_(self) -> None:
         """As MainGrads', but before the next gradient another call clears no buffer: a step calls it, then the loop."""
