@@ -10,6 +10,7 @@ import torch
 from parallel.adamw_oracle import BF16, FP32
 from parallel.test_step_in_backward import Model, ids
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import onepass
 from onepass.gradients import adamw, adamw_state, offloaded_state, step_in_backward
@@ -317,6 +318,39 @@ def test_a_state_is_saved_by_torch_save(moments, way):
     assert alike(everything(again[0], again[2]), everything(model, optimizer))
     sharded = ShardedAdamW(model.parameters(), moments=moments, masters=True, offload=WAYS[way].get("offload"))
     torch.save(sharded.state_dict(), io.BytesIO())
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_distributed_checkpoints_states_have_names_for_keys(moments):
+    model, grads, optimizer = made(moments)
+    trained(model, grads, optimizer, range(2))
+    weights, state = get_state_dict(model, optimizer)
+    other, other_grads, again = made(moments, "both")
+    set_state_dict(other, again, model_state_dict=weights, optim_state_dict=copy.deepcopy(state))
+    assert alike(everything(other, again), everything(model, optimizer))
+    assert alike(trained(model, grads, optimizer, range(2, 3)), trained(other, other_grads, again, range(2, 3)))
+
+
+def test_states_with_less_than_all_are_refused_by_name():
+    model, grads, optimizer = made()
+    trained(model, grads, optimizer, range(1))
+    sharded = ShardedAdamW(in_groups(model), moments="8bit", masters=True)
+    for each in (optimizer, sharded):
+        whole, before = copy.deepcopy(each.state_dict()), copy.deepcopy(each.state_dict())
+        key = next(key for key, state in whole["state"].items() if "exp_avg_code" in state)
+        short = torch.zeros(3)
+        for name, wrong in (("exp_avg_sq_scale", None), ("exp_avg_code", short), ("low", short), (key, None)):
+            bad = copy.deepcopy(whole)
+            if name == key:
+                bad["state"]["another"] = bad["state"].pop(key)
+            elif wrong is None:
+                del bad["state"][key][name]
+            else:
+                bad["state"][key][name] = wrong
+            with pytest.raises(ValueError, match="'another'" if name == key else f"state must have {name} of .* but has"):
+                each.load_state_dict(bad)
+            now = each.state_dict()
+            assert all(torch.equal(mine, now["state"][k][n]) for k, state in before["state"].items() for n, mine in state.items())
 
 
 def test_states_go_between_kinds_and_to_sharded_adamw():

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from onepass.gradients.adamw_state import (
-    CODES,
     LOW,
     MASTER,
     MOMENTS,
@@ -32,6 +31,7 @@ from onepass.gradients.adamw_state import (
     Types,
     allocate_state,
     check_offload,
+    check_state,
     embeddings_of,
     state_types,
     take_moments,
@@ -50,7 +50,7 @@ from onepass.gradients.gathered_weights import (
 )
 from onepass.gradients.main_grads import MainGrads
 from onepass.gradients.offloaded_state import StateRing
-from onepass.gradients.optimizer_state import check_sizes, loading, set_options
+from onepass.gradients.optimizer_state import check_sizes, loading, set_options, states_of
 from onepass.gradients.releasable_storage import storage_id
 from onepass.gradients.step_in_backward import BucketSteps, StepInBackward, how_in_backward, take_norm, with_norm
 from onepass.kernels.device_tables import is_capturing
@@ -442,39 +442,32 @@ class AdamW(torch.optim.Optimizer):
         self._follow()
         self._settle()
         with loading(self, state_dict) as state:
-            self._check_state(state)
+            check_shard(state, self._main_grads)
+            check_sizes(self.param_groups, state["param_groups"])
+            found = states_of(self.param_groups, state)
+            self._check_states(found)
             set_options(self.param_groups, state["param_groups"])
             take_norm(self.param_groups, self.backward_steps)
-            places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
             for piece in self._pieces():
-                theirs = state["state"].get(places[id(piece.parameter)], {})  # none: it was not trained
+                theirs = found.get(piece.parameter, {})  # none: it was not trained
                 self.state[piece.parameter]["step"].fill_(theirs.get("step", 0))
                 kept = {name: each.reshape(-1) for name, each in theirs.items() if name != "step" and isinstance(each, Tensor)}
                 piece.state.load(kept)
             self.publish()
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        check_shard(state, self._main_grads)
-        check_sizes(self.param_groups, state["param_groups"])
+    def _check_states(self, found: Mapping[Tensor, Mapping[str, Any]]) -> None:
         placed = {id(parameter) for _, parameter in self._main_grads.named}
         pieces = {id(piece.parameter): piece for piece in self._pieces()}
         for place, parameter in enumerate(self._parameters()):
-            saved, piece = state["state"].get(place), pieces.get(id(parameter))
+            saved, piece = found.get(parameter), pieces.get(id(parameter))
             if saved is not None and id(parameter) not in placed:
                 raise ValueError(
                     f"state must be of parameters that were trainable here, but has parameter {place}, which never was: unfreeze "
                     "it before you load the state, then freeze it again"
                 )
-            if saved is None or piece is None:
-                continue
-            shape = (piece.state.weight.numel(),) if self._gathered else tuple(parameter.shape)
-            needed = [*(CODES if CODES[0] in saved else MOMENTS)]
-            if MASTER not in saved and LOW not in saved and parameter.dtype is not torch.float32:
-                needed.append(MASTER)
-            for name in needed:
-                there = tuple(saved[name].shape) if name in saved else None
-                if there != shape:
-                    raise ValueError(f"state must have {name} of shape {shape} for {piece.name}, but has {there}")
+            if saved is not None and piece is not None:
+                shape = (piece.state.weight.numel(),) if self._gathered else tuple(parameter.shape)
+                check_state(saved, shape, piece.name, parameter.dtype is not torch.float32)
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.param_groups:

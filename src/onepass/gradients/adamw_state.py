@@ -11,6 +11,7 @@ table of addresses serves them (`gradients/adamw_kernels.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -68,6 +69,20 @@ def embeddings_apart(groups: Iterable[Mapping[str, Any]], module: nn.Module, mom
         found += [{**group, "params": rest}] if rest or not wide else []
         found += [{**group, "params": wide, "moments": "fp32"}] if wide else []
     return found
+
+
+def check_state(theirs: Mapping[str, Any], shape: tuple[int, ...], name: str = "", masters: bool = False) -> None:
+    """Raise where a parameter's state has not all that makes moments, or in other shapes. masters: it must have these, too."""
+    coded = CODES[0] in theirs
+    needed = [*(CODES if coded else MOMENTS), *(SCALES if coded else ())]
+    beside = [kind for kind in (MASTER, LOW) if kind in theirs]
+    for kind in [*needed, *(beside or [MASTER] * masters)]:
+        there = tuple(theirs[kind].shape) if kind in theirs else None
+        if kind in SCALES and there is not None and math.prod(there) * BLOCK == math.prod(shape):
+            continue
+        if there != shape:
+            wanted = f"{math.prod(shape) // BLOCK} numbers" if kind in SCALES else f"shape {shape}"
+            raise ValueError(f"state must have {kind} of {wanted}{f' for {name}' * bool(name)}, but has {there}")
 
 
 def check_offload(offload: object) -> None:

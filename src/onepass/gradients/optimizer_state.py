@@ -28,6 +28,16 @@ def check_sizes(groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str
         raise ValueError(f"state must have groups of {mine} parameters, but has {theirs}")
 
 
+def states_of(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+    """Return the parameters' states, by the keys that the saved groups name them by: numbers, or names, as
+    torch.distributed.checkpoint gives them."""
+    mine, theirs = ([key for group in each for key in group["params"]] for each in (groups, state["param_groups"]))
+    unknown = [key for key in state["state"] if key not in set(theirs)]
+    if unknown:
+        raise ValueError(f"state must be of parameters in its groups, but has one of {unknown[0]!r}")
+    return {parameter: state["state"][key] for parameter, key in zip(mine, theirs, strict=True) if key in state["state"]}
+
+
 def set_options(groups: Iterable[dict[str, Any]], saved: Iterable[Mapping[str, Any]]) -> None:
     """Set groups' options by those of a state. Tensors are written, as CUDA graphs read them."""
     for group, options in zip(groups, saved, strict=True):

@@ -32,13 +32,14 @@ from onepass.gradients.adamw_state import (
     Types,
     allocate_state,
     check_offload,
+    check_state,
     state_types,
     take_moments,
 )
 from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.offloaded_state import StateRing
-from onepass.gradients.optimizer_state import check_sizes, loading, set_options
+from onepass.gradients.optimizer_state import check_sizes, loading, set_options, states_of
 from onepass.gradients.releasable_storage import storage_id
 from onepass.gradients.step_in_backward import (
     BackwardSteps,
@@ -301,15 +302,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         with loading(self, state_dict) as state:
             check_sizes(self.param_groups, state["param_groups"])
             self._check_groups(state["param_groups"])
-            numbers = (number for group in state["param_groups"] for number in group["params"])
-            loaded = {
-                p: state["state"][number] for p, number in zip(self._rows, numbers, strict=True) if number in state["state"]
-            }
+            loaded = states_of(self.param_groups, state)
             for parameter, theirs in loaded.items():
-                for name in CODES if CODES[0] in theirs else MOMENTS:
-                    if theirs[name].shape != parameter.shape:
-                        shape = tuple(theirs[name].shape)
-                        raise ValueError(f"state must have {name} of shape {tuple(parameter.shape)}, but has {shape}")
+                check_state(theirs, tuple(parameter.shape))
             set_options(self.param_groups, state["param_groups"])
             take_norm(self.param_groups, self._in_backward)
             self._add_state([parameter for parameter in loaded if parameter not in self._shards])

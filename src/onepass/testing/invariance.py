@@ -85,8 +85,10 @@ def check_batches(
 
     def rows_of(which: Tensor) -> Callable[[], Any]:
         def chosen(value: Any) -> Any:
-            whole = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == count
-            return value[which.to(value.device)] if whole else value
+            if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != count:
+                return value
+            rows = value.detach()[which.to(value.device)]
+            return rows.requires_grad_() if backward and rows.is_floating_point() else rows
 
         return partial(module, *map(chosen, args), **{name: chosen(each) for name, each in kwargs.items()})
 
@@ -99,10 +101,10 @@ def check_batches(
                 which, said = which[torch.randperm(size, generator=generator)], f"{said}, in another order"
             yield said, which
 
-    whole = _Run(module, count, backward, seed).of(rows_of(torch.arange(count)), torch.arange(count))
+    whole = _RecordedRun(module, count, backward, seed).of(rows_of(torch.arange(count)), torch.arange(count))
     report = InvarianceReport(splits, [*whole.looked_at], [*whole.left_out])
     for said, which in parts():
-        mine = _Run(module, len(which), backward, seed).of(rows_of(which), which)
+        mine = _RecordedRun(module, len(which), backward, seed).of(rows_of(which), which)
         report.differences += _first_difference(mine, whole.rows(which), said)
     return report
 
@@ -123,10 +125,10 @@ def check_packing(model: nn.Module, documents: Sequence[Tensor], *, backward: bo
         return partial(model, input_ids=ids, position_ids=positions, use_cache=False)
 
     tokens = torch.arange(sum(lengths)).split(lengths)  # a token is a row
-    whole = _Run(model, sum(lengths), backward, seed).of(call(range(len(lengths))), torch.arange(sum(lengths)))
+    whole = _RecordedRun(model, sum(lengths), backward, seed).of(call(range(len(lengths))), torch.arange(sum(lengths)))
     report = InvarianceReport(len(lengths), [*whole.looked_at], [*whole.left_out])
     for number, which in enumerate(tokens):
-        mine = _Run(model, len(which), backward, seed).of(call([number]), which)
+        mine = _RecordedRun(model, len(which), backward, seed).of(call([number]), which)
         report.differences += _first_difference(mine, whole.rows(which), f"document {number + 1} of {len(lengths)} alone")
     return report
 
@@ -148,7 +150,7 @@ class _Recorded(NamedTuple):
         return {key: each[which] for key, each in self.prints.items()}
 
 
-class _Run:
+class _RecordedRun:
     """Runs a module with hooks that take fingerprints of rows.
 
     Args:
@@ -168,8 +170,9 @@ class _Run:
             with torch.set_grad_enabled(self._backward):
                 result = _first_tensor(call())
                 self._note("forward", "", result)
-                if self._backward:
-                    self._loss(result, which).backward()
+                loss = self._loss(result, which)
+                if loss.requires_grad:
+                    loss.backward()
         for parameter in self._module.parameters():
             parameter.grad = None
         return _Recorded(self._prints, self._left_out)
@@ -178,7 +181,7 @@ class _Run:
     def _hooked(self, name: str, module: nn.Module) -> Iterator[None]:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             for each in _tensors((args, kwargs)):
-                if self._backward and each.requires_grad and each.grad_fn is not None:
+                if self._backward and each.requires_grad:
                     each.register_hook(partial(self._note, "backward", name))
 
         def after(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -211,7 +214,7 @@ class _Run:
             raise ValueError(f"the result must have {self._count} rows, but has the shape {tuple(result.shape)}")
         generator = torch.Generator().manual_seed(self._seed)
         pattern = torch.randn(1 << 12, generator=generator, dtype=torch.float64).to(result.device, result.dtype)
-        wide = rows.flatten(1)
+        wide = _flat(rows)
         columns = torch.arange(wide.shape[1], device=result.device)
         places = (which.to(result.device)[:, None] * 131 + columns) % len(pattern)
         return (wide * pattern[places]).sum()
@@ -219,10 +222,14 @@ class _Run:
 
 def fingerprints(rows: Tensor) -> Tensor:
     """Return a number for each row, in which all of its bits count: sums of integers, in any order the same."""
-    bits = rows.detach().flatten(1).contiguous().view(_BITS[rows.element_size()])
+    bits = _flat(rows.detach()).contiguous().view(_BITS[rows.element_size()])
     factors = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device).mul_(_PRIME)
     made = [(row.long() * factors).sum() for row in bits]
     return torch.stack(made).cpu() if made else torch.zeros(0, dtype=torch.int64)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.flatten(1) if rows.dim() > 1 else rows[:, None]
 
 
 def _as_rows(tensor: Tensor, count: int) -> Tensor | None:

@@ -291,6 +291,9 @@ def test_without_main_grad_it_steps_in_backward():
 
 
 def test_bad_input():
+    lean = huggingface.apply(made("Llama"), main_grad=True)
+    with pytest.raises(ValueError, match=r"max_norm must be in_backward's, 5.0, or None, but is 1.0"):
+        lean.optimizer(max_norm=1.0, in_backward=StepInBackward(max_norm=5.0))
     applied = huggingface.apply(made("Llama"))
     with pytest.raises(ValueError, match=r"max_norm must be None without main_grad, but is 1.0: .*clip_grad_norm_"):
         applied.optimizer(max_norm=1.0)

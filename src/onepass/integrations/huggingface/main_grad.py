@@ -83,6 +83,10 @@ class MainGradAdamW(AdamW):
     ) -> None:
         if in_backward is True:
             in_backward = StepInBackward(max_norm=max_norm)
+        if isinstance(in_backward, StepInBackward):
+            if max_norm not in (None, in_backward.max_norm):
+                raise ValueError(f"max_norm must be in_backward's, {in_backward.max_norm}, or None, but is {max_norm}")
+            max_norm = in_backward.max_norm
         super().__init__(main_grads, groups, in_backward=in_backward, **options)
         self.max_norm = max_norm
         if max_norm is None and "transformers.trainer" in sys.modules:
