@@ -154,6 +154,7 @@ class AdamW(torch.optim.Optimizer):
             check_options(group)
         self._row_of = {id(parameter): row for row, parameter in enumerate(self._parameters())}
         self._parts: list[_SteppedBuckets] = []
+        self._part_of: dict[int, _SteppedBuckets] = {}  # by buckets' indices
         main_grads.step_by(None)  # whoever did before
         self.backward_steps = BucketSteps(main_grads, self, early) if early else None
         with torch.no_grad():
@@ -181,6 +182,7 @@ class AdamW(torch.optim.Optimizer):
             for piece in part.pieces:
                 self.state[piece.parameter] = self._state_of(part, piece)
         self._parts += parts
+        self._part_of |= {bucket.index: part for part in parts for bucket in part.buckets}
         if self._gathered:
             self._gathered.lay()
 
@@ -268,18 +270,20 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step_buckets(self, buckets: list[Bucket], norm: Tensor | None, max_norm: float | None) -> None:
         """Step one part in backward. `BucketSteps` calls it."""
-        part = self._part_with(buckets[0])
+        part = self._part_of[buckets[0].index]
         self._run(part, norm, max_norm, False)
         trained = self._main_grads.trained
         torch.autograd.graph.increment_version([each.parameter for each in part.pieces if id(each.parameter) in trained])
 
+    def follow(self) -> None:
+        """Know the parameters that are trained now, and where they lie. `BucketSteps` calls it once a step."""
+        self._follow()
+
     def buckets_with(self, bucket: Bucket) -> list[Bucket]:
         """Return the buckets that are stepped with this one in backward."""
-        self._follow()
-        return self._part_with(bucket).buckets
-
-    def _part_with(self, bucket: Bucket) -> _SteppedBuckets:
-        return next(part for part in self._parts if bucket in part.buckets)
+        if bucket.index >= self._laid:  # of a parameter that was unfrozen in this step
+            self._follow()
+        return self._part_of[bucket.index].buckets
 
     @property
     def stepped(self) -> list[str]:

@@ -100,6 +100,7 @@ class _Optimizer(Protocol):
 
 
 class _BucketOptimizer(Protocol):
+    def follow(self) -> None: ...
     def buckets_with(self, bucket: Bucket) -> list[Bucket]: ...
     def step_buckets(self, buckets: list[Bucket], norm: Tensor | None, max_norm: float | None) -> None: ...
 
@@ -220,6 +221,7 @@ class BucketSteps:
         if self._step != self._main_grads.begun:
             self._step = self._main_grads.begun
             self._main_grads.note_trained()
+            optimizer.follow()
             self._forget()
         if bucket.index in self._whole:
             return
