@@ -106,6 +106,21 @@ def test_what_was_decoded_has_its_codes_again():
             assert torch.equal(mine, back[0]) and torch.equal(scale, back[1]), size
 
 
+@pytest.mark.parametrize("draw", [0, 3, 20, (1 << eight_bits.CUT) - 1])
+def test_so_has_what_was_drawn(draw):
+    """A small draw gives the largest number of a block the last code but one."""
+    x = numbers(40)
+    for values, code_of, decoded, dtype in (
+        (x, encode, decode, torch.int8), (x.square(), encode_sq, decode_sq, torch.uint8),
+    ):  # fmt: skip
+        codes, scale = torch.empty(x.shape, dtype=dtype), torch.empty(len(x) // BLOCK)
+        code_of(values, codes, scale, torch.full_like(x, draw, dtype=torch.int32))
+        back, again = torch.empty_like(codes), torch.empty_like(scale)
+        code_of(decoded(codes, scale), back, again)
+        assert torch.equal(codes, back) and torch.equal(scale, again)
+    assert draw or int(codes.max()) == 254
+
+
 def test_a_huge_number_spoils_its_block_alone_and_nan_itself():
     x = numbers()
     calm = decode(*coded(x))

@@ -52,7 +52,7 @@ def decode(codes: Tensor, scale: Tensor) -> Tensor:
 def encode(values: Tensor, codes: Tensor, scale: Tensor, draws: Tensor | None = None) -> None:
     """Write codes and scale of exp_avg. values are fp32, whole blocks. draws: CUT bits for each, which choose between two codes.
     None rounds to nearest, so that what was decoded has its codes again."""
-    code = _codes(values.abs(), scale, MOST, BASE, draws) - (BASE >> CUT)
+    code = _codes(values.abs(), scale, NAN - 1, BASE, draws) - (BASE >> CUT)
     code = code.masked_fill_(~values.isfinite(), NAN)
     codes.copy_(code - 128 * values.signbit())
 
@@ -64,7 +64,7 @@ def decode_sq(codes: Tensor, scale: Tensor) -> Tensor:
 
 def encode_sq(values: Tensor, codes: Tensor, scale: Tensor, draws: Tensor | None = None) -> None:
     """Write codes and scale of exp_avg_sq, as `encode` does. Of NaN a code is any."""
-    code = _codes(values, scale, MOST_SQ, BASE_SQ, draws) & 0xFF
+    code = _codes(values, scale, 255, BASE_SQ, draws) & 0xFF
     codes.copy_(torch.where(values >= FLOOR, code.clamp(min=1), code))
 
 
@@ -78,10 +78,31 @@ def number_at(base: int) -> float:
     return 2.0 ** ((base >> 23) - 127)
 
 
-def _codes(values: Tensor, scale: Tensor, most: float, base: int, draws: Tensor | None) -> Tensor:
-    """Write the scales, and return codes with the bits of F(0) above them."""
+def _codes(values: Tensor, scale: Tensor, last: int, base: int, draws: Tensor | None) -> Tensor:
+    """Write the scales, and return codes with the bits of F(0) above them. last: the largest number's code."""
+    code = _codes_below(values, scale, last, base, draws)
+    if draws is not None:
+        return code
+    # what was decoded has its codes again, also where a draw gave the largest number the last code but one
+    wrong = ~_are_exact(values, code, scale, base)
+    if wrong.any():
+        lower = torch.empty_like(scale)
+        other = _codes_below(values, lower, last - 1, base, draws)
+        better = wrong & _are_exact(values, other, lower, base)
+        scale.view(-1).copy_(torch.where(better, lower.view(-1), scale.view(-1)))
+        code = torch.where(better.view(-1, 1), other.view(-1, BLOCK), code.view(-1, BLOCK)).view_as(code)
+    return code
+
+
+def _are_exact(values: Tensor, code: Tensor, scale: Tensor, base: int) -> Tensor:
+    """Whether all finite values of a block are what their codes are decoded to."""
+    back = _scaled(code - (base >> CUT), scale, base)
+    return ((back == values) | ~values.isfinite()).view(-1, BLOCK).all(1)
+
+
+def _codes_below(values: Tensor, scale: Tensor, last: int, base: int, draws: Tensor | None) -> Tensor:
     rows = values.view(-1, BLOCK)
-    largest = rows.nan_to_num(0.0).amax(1).mul_(1.0 / most)
+    largest = rows.nan_to_num(0.0).amax(1).mul_(1.0 / number(last, base))
     scale.view(-1).copy_(((largest.view(torch.int32) + 4) & -8).view(torch.float32))  # 21 bits: decoded numbers have it again
     inverse = torch.where(scale > 0, BELOW / scale.clamp(min=FLOOR), 0.0)
     bits = (rows * inverse.view(-1, 1) + number_at(base)).view(torch.int32).view_as(values)
