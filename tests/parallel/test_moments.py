@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import math
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import onepass
 from onepass.gradients import adamw, adamw_state, offloaded_state, step_in_backward
+from onepass.gradients.packed_params import pack
 from onepass.parallel import AdamW, MainGrads, MasterWeights, ShardedAdamW, StepInBackward
 from onepass.testing.mutants import mutate
 
@@ -229,6 +231,27 @@ def test_a_step_that_broke_off_leaves_the_norm_of_the_step_before():
     assert clipped and all(by == norm for by in clipped)
 
 
+@pytest.mark.parametrize("most", [1.0, math.inf])
+@pytest.mark.parametrize("over", ["main_grad", "grad"])
+def test_a_norm_that_is_not_finite_clips_nothing(over, most):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(4, 256))
+    grads = MainGrads([weight], release=True) if over == "main_grad" else None
+    how = {"lr": 0.1, "in_backward": StepInBackward(max_norm=most)}
+    optimizer = ShardedAdamW([weight], **how) if grads is None else AdamW(grads, **how)
+    norms = []
+    for size in (1.0, 1e30, 1.0):
+        if grads is not None:
+            grads.zero_()
+        before = weight.detach().clone()
+        (size * weight[:, 0]).sum().backward()
+        if grads is not None:
+            grads.finish()
+        norms.append(optimizer.step().item())
+        optimizer.zero_grad()
+    assert norms == [2.0, math.inf, 2.0] and weight.isfinite().all() and not torch.equal(before, weight)
+
+
 def test_the_norm_has_no_gradients_of_what_was_frozen_in_the_step():
     norms = []
     for way in ("after", "in backward"):
@@ -261,6 +284,32 @@ def test_a_part_is_what_lies_in_a_buffer_whenever_that_was_made():
         optimizer = AdamW(grads, lr=1e-2, moments="8bit", in_backward=early)
         found.append(trained(model, grads, optimizer, range(2), microbatches=2))
     assert alike(*found)
+
+
+def test_a_later_sharded_adamw_takes_over():
+    weight = nn.Parameter(torch.ones(4, 256))
+    old = ShardedAdamW([weight], lr=1e-3, in_backward=True)
+    new = ShardedAdamW([weight], lr=1.0)
+    weight.sum().backward()
+    assert (weight == 1).all() and weight.grad is not None
+    new.step()
+    assert (weight < 0.5).all() and old is not None
+
+
+def test_weights_of_another_type_are_refused_by_name():
+    model, grads, optimizer = made()
+    model.float()
+    grads.zero_()
+    with pytest.raises(RuntimeError, match=r"the type that they had when .* was torch.bfloat16 and is torch.float32"):
+        trained(model, grads, optimizer, range(1))
+
+
+def test_packed_parameters_have_packed_gradients_behind_any_other():
+    first, *packed = (nn.Parameter(torch.ones(rows, 64)) for rows in (5, 3, 4, 8))
+    pack(packed)
+    grads = MainGrads([*packed, first])
+    ends = [each.main_grad.data_ptr() + each.main_grad.nbytes for each in packed]
+    assert ends[:-1] == [each.main_grad.data_ptr() for each in packed[1:]] and grads.buffers
 
 
 @pytest.mark.parametrize("later", [AdamW, MasterWeights], ids=["AdamW", "MasterWeights"])

@@ -83,6 +83,7 @@ class _LaidParameter(NamedTuple):
     weight: Tensor
     grad: Tensor
     start: int  # in the flattened parameter
+    in_blocks: bool  # whether its blocks are the parameter's
 
 
 class _SteppedBuckets:
@@ -193,7 +194,8 @@ class AdamW(torch.optim.Optimizer):
             wanted = [(place.weight.numel(), self._types_of(place)) for place in places]
             part.steppers[device] = AdamWStepper(device, self.param_groups)
             for place, (stored, passed) in zip(places, allocate_state(device, wanted, self._ring(device)), strict=True):
-                state = ParameterState(place.weight, stored, self._row_of[id(place.parameter)], place.start, passed)
+                row = self._row_of[id(place.parameter)]
+                state = ParameterState(place.weight, stored, row, device, place.start, passed)
                 part.pieces.append(_ParameterShard(*place[:2], place.start, state, state.grads_of(place.grad)))
 
     def _ring(self, device: torch.device) -> StateRing | None:
@@ -211,11 +213,12 @@ class AdamW(torch.optim.Optimizer):
     def _places_in(self, bucket: Bucket) -> Iterator[_LaidParameter]:
         for place, start, stop in bucket.parts():
             weight = self._gathered.flat[bucket.index][start:stop] if self._gathered else _flat(place.name, place.parameter)
-            yield _LaidParameter(place.name, place.parameter, weight, bucket.flat[start:stop], start - place.start)
+            in_blocks = not self._gathered or not place.start % BLOCK
+            yield _LaidParameter(place.name, place.parameter, weight, bucket.flat[start:stop], start - place.start, in_blocks)
 
     def _types_of(self, place: _LaidParameter) -> Types:
         parameter, moments = place.parameter, TYPES[self._moments[place.parameter] or ""]
-        if moments is torch.int8 and (parameter.dim() < 2 or parameter.numel() % BLOCK):
+        if moments is torch.int8 and (parameter.dim() < 2 or parameter.numel() % BLOCK or not place.in_blocks):
             moments = torch.float32
         return state_types(moments, _BESIDE.get(parameter.dtype, {}))
 
@@ -325,6 +328,11 @@ class AdamW(torch.optim.Optimizer):
             self._gathered.check()
         else:
             for piece in self._pieces():
+                if piece.parameter.dtype is not piece.state.weight.dtype:
+                    raise RuntimeError(
+                        f"parameters must keep the type that they had when their optimizer was made, but {piece.name} was "
+                        f"{piece.state.weight.dtype} and is {piece.parameter.dtype}: make it after converting the model"
+                    )
                 piece.state.weight = _flat(piece.name, piece.parameter)
         for part in self._parts:
             stepped = [piece for piece in part.pieces if id(piece.parameter) in trained]

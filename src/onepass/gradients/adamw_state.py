@@ -113,13 +113,9 @@ class ParameterState:
     weight: Tensor
     stored: Mapping[str, Tensor]
     row: int  # the parameter's place in its stepper's count of steps
+    device: torch.device  # where it is stepped
     first: int = 0  # of its numbers, in this rank's part of the parameter
     passed: list[PassedStretch] = field(default_factory=list)  # of state in the host's memory
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is stepped."""
-        return next(iter((self.passed[0].used if self.passed else self.stored).values())).device
 
     @property
     def coded(self) -> bool:

@@ -71,6 +71,8 @@ class AdamWStepper:
     def run(self, groups: list[dict[str, Any]], norm: Tensor | None, max_norm: float | None, zero: bool) -> None:
         if not self.stretches:  # with shard a rank may step nothing
             return
+        if max_norm == math.inf:  # over a norm of inf it would be NaN
+            norm = max_norm = None
         norm = None if norm is None else norm.to(self.device)
         if self._use_triton():
             self._write_options(groups, max_norm)

@@ -137,8 +137,9 @@ def plan_buckets(named: list[tuple[str, Any]], limit: int) -> list[list[BucketSl
         if places and round_up(places[-1].stop, ALIGNED) + size > limit:
             full.append(filling[kind])
             places = []
-        for parameter in together:
-            start = round_up(places[-1].stop, _alignment(parameter)) if places else 0
+        for number, parameter in enumerate(together):
+            aligned = ALIGNED if number else max(map(_alignment, together))  # packed ones stay packed
+            start = round_up(places[-1].stop, aligned) if places else 0
             places = [*places, BucketSlice(names[id(parameter)], parameter, start, start + parameter.numel())]
         filling[kind] = order, places
     return [places for _, places in sorted([*full, *filling.values()], key=lambda each: each[0])]

@@ -6,6 +6,7 @@ next comes, and the one before goes. In backward, where gradients come in the pa
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 import weakref
@@ -69,6 +70,7 @@ class StateRing:
         if slot == len(self._slots):
             self._slots.append(torch.zeros(size, dtype=torch.uint8, device=self.device))
         elif self._slots[slot].numel() < size:
+            self.settle()  # copies may be under way
             self._slots[slot].untyped_storage().resize_(size)  # views stay: tables of addresses are made after the last passage
             self._slots[slot] = self._slots[slot].as_strided((size,), (1,))
         passage = Passage(self, len(self.passages))
@@ -124,6 +126,8 @@ class StateRing:
     def rate(self) -> float:
         """Measure the bytes a second of copies to the device, with nothing beside them."""
         self.settle()
+        if not self.passages:
+            return math.inf
         largest = max(self.passages, key=lambda each: sum(stored.nbytes for stored, _ in each.pairs))
         begun = time.perf_counter()
         self._fetch(largest)

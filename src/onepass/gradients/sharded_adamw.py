@@ -44,6 +44,7 @@ from onepass.gradients.releasable_storage import storage_id
 from onepass.gradients.step_in_backward import (
     BackwardSteps,
     StepInBackward,
+    close_others,
     how_in_backward,
     parts_of,
     take_norm,
@@ -142,6 +143,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._moments = take_moments(self.param_groups, moments, _KINDS)
         self._rows = {parameter: row for row, parameter in enumerate(self._parameters())}
         self._shards: dict[Tensor, ParameterState] = {}
+        close_others(list(self._rows))
         divided = parts_of(list(self._rows)) if early else [list(self._rows)]
         self._part_of: dict[Tensor, _SteppedParameters] = {}
         for part in divided:
@@ -183,7 +185,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                     part.steppers[device] = AdamWStepper(device, self.param_groups)
                 wanted = [(_part(each).numel(), self._types_of(each)) for each in those]
                 for each, (stored, passed) in zip(those, allocate_state(device, wanted, self._rings.get(device)), strict=True):
-                    self._shards[each] = ParameterState(_part(each).view(-1), stored, self._rows[each], passed=passed)
+                    self._shards[each] = ParameterState(_part(each).view(-1), stored, self._rows[each], device, passed=passed)
         self._adopt()
 
     def _types_of(self, parameter: Tensor) -> Types:

@@ -63,8 +63,11 @@ class LastNorm:
             self._squares.append(torch.stack(norms).square().sum())
 
     def clipping(self) -> tuple[Tensor | None, float | None]:
-        """Return the norm to clip by, and the largest that it may be; both None in the first step."""
-        return self.norm, None if self.norm is None else self._most
+        """Return the norm to clip by, and the largest that it may be; both None in the first step. After a norm that is not
+        finite nothing is clipped: this step's gradients are others."""
+        if self.norm is None:
+            return None, None
+        return self.norm.nan_to_num(0.0, posinf=0.0), self._most
 
     def finish(self) -> Tensor | None:
         """End a step. Return the norm of what was added, or None where there is no max_norm."""
@@ -118,6 +121,16 @@ def parts_of(parameters: list[Tensor]) -> list[list[Tensor]]:
     return parts
 
 
+_steps_of: weakref.WeakValueDictionary[int, BackwardSteps] = weakref.WeakValueDictionary()  # by parameters' ids
+
+
+def close_others(parameters: list[Tensor]) -> None:
+    """Let optimizers that were made before over some of these step no more in backward."""
+    for parameter in parameters:
+        if (steps := _steps_of.pop(id(parameter), None)) is not None:
+            steps.close()
+
+
 class BackwardSteps:
     """The hooks of an optimizer's parameters, and what has been stepped since its last `step`."""
 
@@ -130,6 +143,7 @@ class BackwardSteps:
         if has_dtensor(*(parameter for part in parts for parameter in part)):
             raise TypeError("in_backward is for plain parameters, but some are DTensors, whose gradients come otherwise")
         self._optimizer = weakref.ref(optimizer)
+        _steps_of.update((id(parameter), self) for part in parts for parameter in part)
         self._parts, self.last = parts, LastNorm(options.max_norm)
         self._whole: list[set[Tensor]] = [set() for _ in parts]  # parameters whose gradients are whole
         self._stepped: set[Tensor] = set()
@@ -192,6 +206,10 @@ class BackwardSteps:
             whole.clear()
         self._watch()
         self._expected = [sum(each.requires_grad for each in part) for part in self._parts]
+
+    def close(self) -> None:
+        """Step no more in backward."""
+        _remove(self._handles)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

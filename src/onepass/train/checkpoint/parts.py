@@ -128,7 +128,7 @@ def _states(update: Update, layout: ParallelLayout) -> Iterator[tuple[Tensor, Pa
     if not isinstance(update.optimizer, AdamW | ShardedAdamW):
         for weight in _weights(update):
             state = {name: each.view(-1) for name, each in _state(update.optimizer, weight).items() if name in _PREFIX}
-            yield weight, ParameterState(weight.detach().view(-1), state, 0), 0
+            yield weight, ParameterState(weight.detach().view(-1), state, 0, weight.device), 0
         return
     for weight, mine, start in update.optimizer.parameter_states():
         if isinstance(update, FsdpUpdate):  # fully_shard's rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 import uuid
 from collections.abc import Callable
@@ -80,7 +81,8 @@ def _begin(
 def _last_norm(trained: Trained) -> float | None:
     """Return the norm by which the next step clips, where it steps in backward."""
     steps = trained.update.optimizer.backward_steps if isinstance(trained.update, MainGradUpdate) else None
-    return None if steps is None or steps.last.norm is None else float(steps.last.norm)
+    norm = None if steps is None or steps.last.norm is None else float(steps.last.norm)
+    return norm if norm is not None and math.isfinite(norm) else None  # by another nothing is clipped
 
 
 def _finish(part: Path, most: int) -> None:
