@@ -60,7 +60,8 @@ def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        parts = torch.cat(_parts(weight))
+        found = _parts(weight)
+        parts = torch.cat(found) if len(found) > 1 else found[0]  # a bf16 weight itself
         ctx.weight_type = weight.dtype
         ctx.save_for_backward(x, parts)
         y = _mm(x, parts.t(), torch.float32)
