@@ -1,6 +1,7 @@
 """MainGradUpdate: beside the fp32 masters and torch's AdamW that it stands for, its clipping, and what interrupts leave."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from train.checkpoint_runs import alone, batch, configured, go
 
 from onepass.gpt import Config
+from onepass.gradients import main_grads
 from onepass.parallel import MasterWeights
 from onepass.train import updates
 from onepass.train.layout import ParallelLayout
@@ -152,3 +154,35 @@ def test_adamws_numbers_are_those_of_the_flags():
         update = make(Config(num_layers=1), options, ParallelLayout(torch.device("cpu")), plain=plain).update
         for group in update.optimizer.param_groups:
             assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.7), 1e-3, 0.25)
+
+
+def test_a_step_that_breaks_off_in_backward_says_which_weights_are_new(monkeypatch):
+    monkeypatch.setattr(main_grads, "RELEASED_BYTES", 1 << 12)
+    monkeypatch.setattr(updates, "MainGrads", partial(main_grads.MainGrads, bucket_bytes=1 << 10))
+    trained = trained_with(params_dtype="bf16", step_in_backward=True)
+    before = {name: parameter.detach().clone() for name, parameter in trained.model.named_parameters()}
+    trained.update.set_rate(1e-2)
+
+    optimizer, left = trained.update.optimizer, [3]
+    step_buckets = optimizer.step_buckets
+
+    def limited(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("none left")
+        step_buckets(*args)
+
+    monkeypatch.setattr(optimizer, "step_buckets", limited)
+    said = r"^none left. The step broke off in backward: \d+ of \d+ parameters, from \S+ to \S+, have their new weights, .*"
+    with pytest.raises(torch.OutOfMemoryError, match=said):
+        trained.steps.run(batch(0, alone()))
+    changed = {name for name, parameter in trained.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed and changed <= set(optimizer.stepped) < {name for name, _ in trained.update.main_grads.named}
+
+
+@pytest.mark.parametrize(("settings", "when"), [({}, "after backward"), ({"step_in_backward": True}, "beside backward")])
+def test_offload_says_what_it_costs(settings, when):
+    trained = trained_with(params_dtype="bf16", optimizer_moments="8bit", offload_optimizer=True, **settings)
+    said = trained.update.describe_offload()
+    assert f"go back in each step, {when}: 0.00 s each way at " in said and "KiB of masters and moments" in said
+    assert trained_with(**settings).update.describe_offload() is None

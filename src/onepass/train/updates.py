@@ -22,6 +22,7 @@ from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, StepInBackward, reduce_sequence_parallel_grads
 from onepass.product.fp8.scales import FP8Scales, share_notes
 from onepass.product.fp8.weight import fp8_weight
+from onepass.profiling.units import size as bytes_of
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 
@@ -190,7 +191,7 @@ class MainGradUpdate(Update):
         size, rate = self.optimizer.passes()
         when = "beside backward" if self.options.step_in_backward else "after backward"
         return (
-            f"Offload: {size / 1e9:,.1f} GB of masters and moments come to the GPU and go back in each step, {when}: "
+            f"Offload: {bytes_of(size)} of masters and moments come to the GPU and go back in each step, {when}: "
             f"{size / rate:.2f} s each way at {rate / 1e9:.0f} GB/s."
         )
 
