@@ -24,7 +24,7 @@ from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
 from onepass.train import checkpoint
 from onepass.train.checkpoint.folders import index_json
-from onepass.train.command import _say_where, _settle
+from onepass.train.command import _say_where, _settle, _unless_too_large
 from onepass.train.layout import ParallelLayout
 from onepass.train.loop import TrainRun
 from onepass.train.options import Options
@@ -299,3 +299,13 @@ def test_the_table_of_fusions_is_set_beside_the_better_of_two():
     runs[1].unrest = 2.6
     console.print(table_of_fusions(runs))
     assert "The machine was busy: times of the same step differ by up to 2.6 x" in " ".join(console.export_text().split())
+
+
+def test_what_does_not_fit_beside_a_run_has_a_line_in_place_of_a_table():
+    out = io.StringIO()
+    with _unless_too_large("PyTorch's operators take", "--no-table", Console(file=out, width=200)):
+        raise torch.OutOfMemoryError("none left")
+    said = "PyTorch's operators take more memory than there is, so there is no table of it; --no-table does not try."
+    assert out.getvalue() == said + "\n"
+    with pytest.raises(RuntimeError, match="another"), _unless_too_large("", "", Console(file=out)):
+        raise RuntimeError("another")

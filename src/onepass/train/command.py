@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -237,15 +239,26 @@ def _trained(
         if threads is not None and not run.stopped:
             threads.choose()
         if options.table and not run.stopped:
-            with console.status("measuring this run with onepass and with PyTorch's operators"):
-                fused, plain = compare(_variant(run))
-            console.print("", table(fused, plain, layout.device.type == "cuda"), sep="\n")
+            with _unless_too_large("PyTorch's operators take", "--no-table", console):
+                with console.status("measuring this run with onepass and with PyTorch's operators"):
+                    fused, plain = compare(_variant(run))
+                console.print("", table(fused, plain, layout.device.type == "cuda"), sep="\n")
         if options.fusion_table and not run.stopped:
-            with console.status("measuring the run without each of its fusions"):
-                runs = list(each_off(_variant(run)))
-            console.print("", table_of_fusions(runs), sep="\n")
+            with _unless_too_large("A run without one of its fusions takes", "--no-fusion-table", console):
+                with console.status("measuring the run without each of its fusions"):
+                    runs = list(each_off(_variant(run)))
+                console.print("", table_of_fusions(runs), sep="\n")
     _say_where(folder, lines, curves, console, layout)
     return 130 if run.signal == signal.SIGINT else 0
+
+
+@contextmanager
+def _unless_too_large(what: str, flag: str, console: Console) -> Iterator[None]:
+    """Say in a line that there is no table where what it compares with does not fit the GPU. The run has ended by then."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        console.print(f"{what} more memory than there is, so there is no table of it; {flag} does not try.", soft_wrap=True)
 
 
 def _held_out(lines: list[Line]) -> str:
