@@ -57,7 +57,7 @@ def trained(model, main_grads, optimizer, steps=range(4)):
         main_grads.finish()
         slowed(optimizer)
         optimizer.step()
-    optimizer._settle()
+    optimizer._rings.settle()
     return [each.clone() for _, state, _ in optimizer.parameter_states() for each in (state.weight, *state.stored.values())]
 
 
@@ -94,7 +94,7 @@ def test_sharded_adamw_passes_its_state_too(moments):
             slowed(optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        optimizer._settle()
+        optimizer._rings.settle()
         found.append([each.clone() for weight in model.parameters() for each in (weight, *optimizer.state[weight].values())])
     assert alike(found[0], found[1]) and alike(found[0], found[2])
 

@@ -366,8 +366,8 @@ MUTANTS = {
     "torch: another block's scale": (adamw_formula, "AdamWSlice.part", "slice(start // BLOCK,", "slice(0,", "torch"),
     "torch: a bit less": (eight_bits, "_scaled", "code << CUT", "code << CUT - 1", "torch"),
     "torch: the sign is lost": (eight_bits, "decode", "-values, values", "values, values", "torch"),
-    "torch: to nearest": (adamw_formula, "AdamWSlice.put_moments", "self.scale_sq, draws[1]", "self.scale_sq, None", "torch"),
-    "torch: exp_avg to nearest": (adamw_formula, "AdamWSlice.put_moments", "self.scale, draws[0]", "self.scale, None", "torch"),
+    "torch: to nearest": (adamw_formula, "AdamWSlice.put_moments", "exp_avg_sq, draws[1]", "exp_avg_sq, None", "torch"),
+    "torch: exp_avg to nearest": (adamw_formula, "AdamWSlice.put_moments", "exp_avg, draws[0]", "exp_avg, None", "torch"),
 }  # fmt: skip
 
 

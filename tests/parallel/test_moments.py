@@ -65,7 +65,7 @@ def trained(model, grads, optimizer, steps=range(4), microbatches=1):
 
 def everything(model, optimizer):
     """Weights, and what is stored beside them."""
-    optimizer._settle()
+    optimizer._rings.settle()
     state = [each for _, mine, _ in optimizer.parameter_states() for each in mine.stored.values()]
     return [each.detach().clone() for each in (*model.parameters(), *state)]
 

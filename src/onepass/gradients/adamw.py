@@ -30,7 +30,6 @@ from onepass.gradients.adamw_state import (
     ParameterState,
     Types,
     allocate_state,
-    check_offload,
     check_state,
     embeddings_of,
     state_types,
@@ -49,7 +48,7 @@ from onepass.gradients.gathered_weights import (
     shard_of,
 )
 from onepass.gradients.main_grads import MainGrads
-from onepass.gradients.offloaded_state import StateRing
+from onepass.gradients.offloaded_state import StateRings
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options, states_of
 from onepass.gradients.releasable_storage import storage_id
 from onepass.gradients.step_in_backward import BucketSteps, StepInBackward, how_in_backward, take_norm, with_norm
@@ -140,13 +139,11 @@ class AdamW(torch.optim.Optimizer):
         offload: Literal["state"] | None = None,
     ) -> None:
         check_fp32(main_grads)
-        check_offload(offload)
+        self._rings = StateRings(offload)
         in_groups = parameter_groups(main_grads, groups)
         self._main_grads, self._made = main_grads, False
         early = how_in_backward(in_backward)
         self._moments = self._kinds(in_groups, moments)
-        self._offload = offload is not None
-        self._rings: dict[torch.device, StateRing] = {}
         self._laid = 0  # buckets whose parameters have state
         self._where: list[tuple[int, bool, bool]] = []  # the parameters' addresses, and which are trained
         super().__init__(in_groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -193,15 +190,10 @@ class AdamW(torch.optim.Optimizer):
             places = [place for each in part.buckets if each.flat.device == device for place in self._places_in(each)]
             wanted = [(place.weight.numel(), self._types_of(place)) for place in places]
             part.steppers[device] = AdamWStepper(device, self.param_groups)
-            for place, (stored, passed) in zip(places, allocate_state(device, wanted, self._ring(device)), strict=True):
+            for place, (stored, passed) in zip(places, allocate_state(device, wanted, self._rings.of(device)), strict=True):
                 row = self._row_of[id(place.parameter)]
                 state = ParameterState(place.weight, stored, row, device, place.start, passed)
                 part.pieces.append(_ParameterShard(*place[:2], place.start, state, state.grads_of(place.grad)))
-
-    def _ring(self, device: torch.device) -> StateRing | None:
-        if self._offload and device not in self._rings:
-            self._rings[device] = StateRing(device)
-        return self._rings.get(device)
 
     def _divided(self, buckets: list[Bucket]) -> list[list[Bucket]]:
         """Divide buckets into those that are stepped together: all, or in backward those of a buffer."""
@@ -356,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def reload(self) -> None:
         """Take the masters from the model's weights again, without bits that the weights don't have."""
-        self._settle()
+        self._rings.settle()
         self._reload(self._pieces())
 
     def _reload(self, pieces: Iterable[_ParameterShard]) -> None:
@@ -371,11 +363,6 @@ class AdamW(torch.optim.Optimizer):
         for part in self._parts:
             yield from part.pieces
 
-    def _settle(self) -> None:
-        """Let the host's memory have what is offloaded, for reading and writing."""
-        for ring in self._rings.values():
-            ring.settle()
-
     # ---- states ----
 
     def masters(self) -> Iterator[State]:
@@ -384,7 +371,7 @@ class AdamW(torch.optim.Optimizer):
         tensors are those that `step` uses. Write by `set_master`: in place, a copy is lost, and so is the master of an fp16
         weight at the next call, which takes the weight again."""
         self._follow()
-        self._settle()
+        self._rings.settle()
         for piece in self._pieces():
             for kind in KINDS:
                 yield piece.name, kind, piece.state.read(kind), piece.start, piece.stop
@@ -393,7 +380,7 @@ class AdamW(torch.optim.Optimizer):
         """Yield each parameter that this rank steps, its state, and where in the flattened parameter that begins. Call `publish`
         after writing."""
         self._follow()
-        self._settle()
+        self._rings.settle()
         for piece in self._pieces():
             yield piece.parameter, piece.state, piece.start
 
@@ -407,7 +394,7 @@ class AdamW(torch.optim.Optimizer):
             )
         if values.numel() != stop - start:
             raise ValueError(f"values must be {stop - start} numbers, but are {values.numel()}")
-        self._settle()
+        self._rings.settle()
         pieces[0].state.write(kind, values, start - pieces[0].start, stop - pieces[0].start)
 
     @torch.no_grad()
@@ -416,7 +403,7 @@ class AdamW(torch.optim.Optimizer):
         Weights follow, on all ranks."""
         self._main_grads.follow()
         self._follow()
-        self._settle()
+        self._rings.settle()
         pieces: dict[str, list[_ParameterShard]] = {}
         for piece in self._pieces():
             pieces.setdefault(piece.name, []).append(piece)
@@ -433,7 +420,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim.AdamW's state; with shard this rank's. Beside fp32 moments is each weight in fp32 as "master", a
         copy for bf16. Others have what is kept beside the weight, as `ShardedAdamW` has it."""
-        self._settle()
+        self._rings.settle()
         packed = super().state_dict()
         places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
         for piece in self._pieces():
@@ -452,7 +439,7 @@ class AdamW(torch.optim.Optimizer):
         must be of the same rank and number of ranks."""
         self._main_grads.follow()
         self._follow()
-        self._settle()
+        self._rings.settle()
         with loading(self, state_dict) as state:
             check_shard(state, self._main_grads)
             check_sizes(self.param_groups, state["param_groups"])

@@ -58,33 +58,29 @@ class AdamWSlice(NamedTuple):
             return stored.float()
         return decode(self.exp_avg, self.scale) if kind == "exp_avg" else decode_sq(self.exp_avg_sq, self.scale_sq)
 
-    def write(self, kind: str, values: Tensor) -> None:
-        """Store fp32 numbers of a kind, codes by rounding to nearest. Weights follow their masters."""
+    def write(self, kind: str, values: Tensor, draws: Tensor | None = None) -> None:
+        """Store fp32 numbers of a kind. Codes are drawn, or rounded to nearest without draws. Weights follow their masters."""
         if kind == "master":
             store_master(self, values)
         elif self.scale is None or self.scale_sq is None:
             _put(getattr(self, kind), values)
         elif kind == "exp_avg":
-            encode(values, self.exp_avg, self.scale)
+            encode(values, self.exp_avg, self.scale, draws)
         else:
-            encode_sq(values, self.exp_avg_sq, self.scale_sq)
+            encode_sq(values, self.exp_avg_sq, self.scale_sq, draws)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return both in fp32."""
         return self.read("exp_avg"), self.read("exp_avg_sq")
 
-    def put_moments(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor | None = None) -> None:
-        """Store fp32 numbers. step: of AdamW, by which codes are drawn; None rounds to nearest."""
-        if self.scale is None or self.scale_sq is None:
-            _put(self.exp_avg, exp_avg)
-            _put(self.exp_avg_sq, exp_avg_sq)
-            return
+    def put_moments(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> None:
+        """Store fp32 numbers after a step of AdamW, by which codes are drawn."""
         draws: tuple[Tensor | None, Tensor | None] = (None, None)
-        if step is not None:
+        if self.scale is not None:
             places = torch.arange(self.first, self.first + exp_avg.numel(), device=exp_avg.device)
             draws = draws_of(places, self.row, step)
-        encode(exp_avg, self.exp_avg, self.scale, draws[0])
-        encode_sq(exp_avg_sq, self.exp_avg_sq, self.scale_sq, draws[1])
+        self.write("exp_avg", exp_avg, draws[0])
+        self.write("exp_avg_sq", exp_avg_sq, draws[1])
 
     @property
     def split(self) -> bool:

@@ -85,11 +85,6 @@ def check_state(theirs: Mapping[str, Any], shape: tuple[int, ...], name: str = "
             raise ValueError(f"state must have {kind} of {wanted}{f' for {name}' * bool(name)}, but has {there}")
 
 
-def check_offload(offload: object) -> None:
-    if offload not in (None, "state"):
-        raise ValueError(f"offload must be None or 'state', but is {offload!r}")
-
-
 def state_types(moments: torch.dtype, beside: Types) -> Types:
     """Return the types of a state with such moments. beside: of what is kept beside the weight."""
     if moments is torch.int8:
@@ -134,11 +129,11 @@ class ParameterState:
 
     def read(self, kind: str) -> Tensor:
         """Return the master, exp_avg or exp_avg_sq in fp32, on the weight's device: a copy, or its memory where that is it."""
-        return _slice(self.weight, self.weight, self._here(), self.row).read(kind)  # the gradient may have no memory
+        return _slice(self.weight, self.weight, self._here(kind), self.row).read(kind)  # the gradient may have no memory
 
     def write(self, kind: str, values: Tensor, start: int = 0, stop: int | None = None) -> None:
         """Store fp32 numbers of a kind, or a part of them. Weights follow their masters."""
-        state, stop = self._here(), self.weight.numel() if stop is None else stop
+        state, stop = self._here(kind), self.weight.numel() if stop is None else stop
         here = _slice(self.weight, self.weight, state, self.row)
         values = values.reshape(-1).to(self.weight.device, torch.float32)
         if self.coded and kind != MASTER and stop - start < self.weight.numel():  # blocks may be cut
@@ -169,10 +164,10 @@ class ParameterState:
         if MASTER in theirs:
             self.write(MASTER, theirs[MASTER])
 
-    def _here(self) -> dict[str, Tensor]:
-        """Return the stored tensors, or copies of them on the weight's device."""
-        device = self.weight.device
-        return {name: each if each.device == device else each.to(device) for name, each in self.stored.items()}
+    def _here(self, kind: str) -> dict[str, Tensor]:
+        """Return the stored tensors. Those that make this kind are on the weight's device, or copies there."""
+        made_of = (LOW, MASTER) if kind == MASTER else [names[MOMENTS.index(kind)] for names in (MOMENTS, CODES, SCALES)]
+        return {name: each.to(self.weight.device) if name in made_of else each for name, each in self.stored.items()}
 
 
 def _slice(weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], row: int, first: int = 0) -> AdamWSlice:

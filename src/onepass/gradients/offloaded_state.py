@@ -136,6 +136,26 @@ class StateRing:
         return sum(stored.nbytes for stored, _ in largest.pairs) / max(time.perf_counter() - begun, 1e-9)
 
 
+class StateRings(dict[torch.device, StateRing]):
+    """An optimizer's rings by device, which are made as parameters ask for them. Without offload there are none."""
+
+    def __init__(self, offload: object) -> None:
+        if offload not in (None, "state"):
+            raise ValueError(f"offload must be None or 'state', but is {offload!r}")
+        super().__init__()
+        self._offloads = offload is not None
+
+    def of(self, device: torch.device) -> StateRing | None:
+        if self._offloads and device not in self:
+            self[device] = StateRing(device)
+        return self.get(device)
+
+    def settle(self) -> None:
+        """Let the host's memory have what is offloaded, for reading and writing."""
+        for ring in self.values():
+            ring.settle()
+
+
 def _pin(memory: Tensor) -> None:
     """Lock the memory's pages. PyTorch's own pinned memory would be rounded up to a power of two."""
     if error := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):

@@ -32,7 +32,8 @@ def states_of(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> 
     """Return the parameters' states, by the keys that the saved groups name them by: numbers, or names, as
     torch.distributed.checkpoint gives them."""
     mine, theirs = ([key for group in each for key in group["params"]] for each in (groups, state["param_groups"]))
-    unknown = [key for key in state["state"] if key not in set(theirs)]
+    known = set(theirs)
+    unknown = [key for key in state["state"] if key not in known]
     if unknown:
         raise ValueError(f"state must be of parameters in its groups, but has one of {unknown[0]!r}")
     return {parameter: state["state"][key] for parameter, key in zip(mine, theirs, strict=True) if key in state["state"]}

@@ -31,14 +31,13 @@ from onepass.gradients.adamw_state import (
     ParameterState,
     Types,
     allocate_state,
-    check_offload,
     check_state,
     state_types,
     take_moments,
 )
 from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
 from onepass.gradients.eight_bits import BLOCK
-from onepass.gradients.offloaded_state import StateRing
+from onepass.gradients.offloaded_state import StateRings
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options, states_of
 from onepass.gradients.releasable_storage import storage_id
 from onepass.gradients.step_in_backward import (
@@ -129,9 +128,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         offload: Literal["state"] | None = None,
     ) -> None:
         early = how_in_backward(in_backward)
-        check_offload(offload)
-        self._masters, self._offload = masters, offload is not None
-        self._rings: dict[torch.device, StateRing] = {}
+        self._masters, self._rings = masters, StateRings(offload)
         # torch's own options too: a checkpoint of one is one of the other
         defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
         self._made = False
@@ -178,13 +175,11 @@ class ShardedAdamW(torch.optim.Optimizer):
                 raise ValueError(f"parameters must be contiguous, but one of shape {tuple(parameter.shape)} is not")
             found.setdefault(mine.device, {}).setdefault(self._part_of[parameter], []).append(parameter)
         for device, some in found.items():
-            if self._offload and device not in self._rings:
-                self._rings[device] = StateRing(device)
             for part, those in some.items():
                 if device not in part.steppers:
                     part.steppers[device] = AdamWStepper(device, self.param_groups)
                 wanted = [(_part(each).numel(), self._types_of(each)) for each in those]
-                for each, (stored, passed) in zip(those, allocate_state(device, wanted, self._rings.get(device)), strict=True):
+                for each, (stored, passed) in zip(those, allocate_state(device, wanted, self._rings.of(device)), strict=True):
                     self._shards[each] = ParameterState(_part(each).view(-1), stored, self._rows[each], device, passed=passed)
         self._adopt()
 
@@ -204,11 +199,6 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def _step_of(self, parameter: Tensor, shard: ParameterState) -> Tensor:
         return self._part_of[parameter].steppers[shard.device].counts[shard.row]
-
-    def _settle(self) -> None:
-        """Let the host's memory have what is offloaded, for reading and writing."""
-        for ring in self._rings.values():
-            ring.settle()
 
     # ---- a step ----
 
@@ -285,13 +275,13 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def parameter_states(self) -> Iterator[tuple[Tensor, ParameterState, int]]:
         """Yield each parameter that has a state, the state of this rank's part, and 0, where in the part it begins."""
-        self._settle()
+        self._rings.settle()
         for parameter, state in self._shards.items():
             yield parameter, state, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim.AdamW's state. Its steps are copies, one each, as optimizers add to them in place."""
-        self._settle()
+        self._rings.settle()
         found = super().state_dict()
         found["state"] = {key: {**state, "step": state["step"].clone()} for key, state in found["state"].items()}
         return with_norm(found, self._in_backward)
@@ -300,7 +290,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer or of torch.optim.AdamW. It is copied where the kernels have it, in their types. Without
         "low" in it, masters are the weights."""
-        self._settle()
+        self._rings.settle()
         with loading(self, state_dict) as state:
             check_sizes(self.param_groups, state["param_groups"])
             self._check_groups(state["param_groups"])
