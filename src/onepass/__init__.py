@@ -46,6 +46,7 @@ from onepass.product.lora import LoRA
 from onepass.product.precision import FROZEN as _FROZEN
 from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
+from onepass.runtime.batch_invariance import batch_invariant
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.process_setting import validate
@@ -72,6 +73,7 @@ __all__ = [
     "Routing",
     "activation_linear",
     "attention",
+    "batch_invariant",
     "bias_activation",
     "bias_geglu",
     "bias_gelu",
