@@ -63,6 +63,17 @@ def test_a_block_is_its_threads_and_a_plain_call_the_processes():
         onepass.validate(False)
 
 
+@pytest.mark.parametrize("first_ends_first", (False, True))
+def test_undone_in_any_order_changes_leave_nothing_behind(first_ends_first):
+    before = found()
+    changes = [onepass.validate(), onepass.validate(), onepass.use_backend("torch")]
+    for change in changes if first_ends_first else changes[::-1]:
+        assert validating() or change is changes[-1]
+        change.undo()
+        change.undo()
+    assert found() == before
+
+
 def test_a_block_takes_its_own_call_back_and_no_later_one():
     first = onepass.use_backend("torch")
     onepass.use_backend("triton")

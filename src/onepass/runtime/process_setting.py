@@ -101,20 +101,21 @@ class SettingChange(Generic[T]):
         self._entry = _ProcessValue(self._value)
         self._before: _ProcessValue | None = self._setting.put(self._entry)  # None: taken back
 
-    def _take_back(self) -> None:
+    def undo(self) -> None:
+        """Take the process's change back. What others have changed since stays, and a second call does nothing."""
         if self._before is not None:
             self._setting.take_back(self._entry, self._before)
             self._before = None
 
     def __enter__(self) -> None:
         if not torch.compiler.is_compiling():
-            self._take_back()
+            self.undo()
         elif self._before is None:
             self._put()  # for a block that is traced: what counts open blocks is all threads', so tracing leaves it alone
         self._setting.set_blocks((*self._setting.blocks.values, self._value), 1)
 
     def __exit__(self, *exception: object) -> None:
-        self._take_back()
+        self.undo()
         values = self._setting.blocks.values
         last = len(values) - 1 - values[::-1].index(self._value)  # not the last where coroutines of one thread take turns
         self._setting.set_blocks((*values[:last], *values[last + 1 :]), -1)

@@ -29,7 +29,7 @@ from onepass.train.flags import add_flag, add_preset, config_of_folder, merge_se
 from onepass.train.foreign_flags import in_place_of as in_place_of  # the command line asks for it
 from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
 from onepass.train.loop import Diverged, TrainRun
-from onepass.train.options import Options
+from onepass.train.options import NEEDED_FUSIONS, Options
 from onepass.train.precision import describe_precision
 from onepass.train.record import Line, draw
 from onepass.train.run_lock import locked
@@ -39,6 +39,7 @@ from onepass.train.threads import CpuThreads
 
 _NEEDED = {name: name for name in ("numpy", "safetensors", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
+_INVARIANT = "A token's bits depend on no other sequence (batch_invariant). "
 _PERSIST = "persist_layer_norm changes nothing: norms are onepass's, and PyTorch's with --no-norm-fusion. "
 
 
@@ -136,6 +137,8 @@ def _check(config: Config, options: Options, device: torch.device) -> None:
         _check_adapters(config, options)
     if config.fp8_format is not None:
         _check_fp8(config, options, device)
+    if options.batch_invariant:
+        _check_invariant(config)
     _check_memory(config, options, device, data)
 
 
@@ -165,6 +168,17 @@ def _check_fp8(config: Config, options: Options, device: torch.device) -> None:
         raise CommandError(
             "pipeline_schedule must not be 'zero-bubble' with fp8_format: weight gradients in eight bits are not put off"
         )
+
+
+def _check_invariant(config: Config) -> None:
+    """Raise CommandError for settings under which a token's bits depend on its batch."""
+    dropped, plain = (0.0, "what is dropped depends on a token's place"), (True, "PyTorch's operators promise nothing")
+    needs: dict[str, tuple[object, str]] = {"hidden_dropout": dropped, "attention_dropout": dropped}
+    needs |= dict.fromkeys(NEEDED_FUSIONS, plain)
+    needs |= {"fp8_recipe": ("rowwise", "others are of all rows")} if config.fp8_format is not None else {}
+    for name, (needed, why) in needs.items():
+        if (value := getattr(config, name)) != needed:
+            raise CommandError(f"{name} must be {needed!r} with batch_invariant, as {why}, but is {value!r}")
 
 
 def _check_memory(config: Config, options: Options, device: torch.device, data: int) -> None:
@@ -285,10 +299,11 @@ def _introduction(config: Config, options: Options, layout: ParallelLayout, fold
     ranks = f", {layout.ranks} ranks: {sizes}" if layout.ranks > 1 else ""
     precision = f"{said} " if (said := describe_precision(config, layout.device)) else ""
     norms = "" if config.persist_layer_norm or not config.norm_fusion else _PERSIST
+    bits = _INVARIANT if options.batch_invariant else ""
     return (
         f"A GPT of {config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype} trains for "
         f"{counted(options.train_iters, 'step')} of {size} x {options.seq_length} tokens, on {device}{ranks}. "
-        f"{precision}{norms}Its files are in {folder}."
+        f"{precision}{norms}{bits}Its files are in {folder}."
     )
 
 

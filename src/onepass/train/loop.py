@@ -111,7 +111,8 @@ class TrainRun:
             try:
                 layout.on_first(lambda: self._write_first_files(before, first))
                 self._stepping = True
-                self._steps(first)
+                with self.options.invariance(self.plain):
+                    self._steps(first)
                 if planned is not None and layout.device.type == "cuda" and not self.trained.steps.replays:
                     self.live.say(compare_memory(planned, torch.cuda.max_memory_allocated(layout.device)))
             finally:
@@ -275,7 +276,7 @@ class TrainRun:
         options = self.options
         if not options.samples:
             return []
-        with self._not_training():
+        with self._not_training(), options.invariance(self.plain):
             longest = self.config.max_position_embeddings
             samples = write(
                 self.trained.steps.logits, self.tokens, options.samples, options.sample_tokens, longest, options.seed,

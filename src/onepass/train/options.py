@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from onepass.gpt.settings import Settings, setting
+from onepass.runtime.batch_invariance import batch_invariant
+
+NEEDED_FUSIONS = ("attention_fusion", "norm_fusion", "cross_entropy_loss_fusion")  # by batch_invariant: PyTorch's may mix rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,7 @@ class Options(Settings):
         None, "replay forward and backward as a CUDA graph; on one GPU, where first steps show it to pay: on"
     )
     deterministic: bool = setting(True, "bitwise the same at every run")
+    batch_invariant: bool = setting(False, "a token's bits depend on no other sequence: not on microbatches, packing, data ranks")
 
     def contradictions(self) -> Iterator[str]:
         for name, value in self.to_dict().items():
@@ -119,6 +124,13 @@ class Options(Settings):
             yield "release_main_grads must be false with cuda_graphs, which know one place of each gradient, but is true"
         if self.release_main_grads and self.use_fsdp:
             yield "release_main_grads must be false with use_fsdp, which divides and frees gradients itself, but is true"
+
+        if self.batch_invariant and not self.deterministic:
+            yield "deterministic must be true with batch_invariant, as sums in any order have any bits, but is false"
+
+    def invariance(self, plain: bool = False) -> AbstractContextManager[None]:
+        """Return a block under `onepass.batch_invariant()` where the run asks for it. PyTorch's operators run without."""
+        return batch_invariant() if self.batch_invariant and not plain else nullcontext()
 
     @property
     def lowest_lr(self) -> float:

@@ -19,7 +19,7 @@ from onepass.parallel import MainGrads
 from onepass.profiling.record import profile, run
 from onepass.train.batches import Batches
 from onepass.train.layout import ParallelLayout
-from onepass.train.options import Options
+from onepass.train.options import NEEDED_FUSIONS, Options
 from onepass.train.setup import make
 from onepass.train.updates import learning_rate
 
@@ -81,7 +81,8 @@ def _stepper(variant: Variant) -> Step:
 
     def step(number: int, lr: float) -> torch.Tensor:
         trained.update.set_rate(lr)
-        loss, _ = trained.steps.run(batches.of_step(number))
+        with options.invariance(plain):
+            loss, _ = trained.steps.run(batches.of_step(number))
         trained.update.step(lr)
         return loss
 
@@ -159,7 +160,8 @@ def each_off(whole: Variant) -> Iterator[Without]:
     The last repeats the first because machines become slower while they are measured.
     """
     flags = {flag.field: flag.off for flag in Config.flags()}
-    ways = [[], *fusions(whole.config), []]
+    needed = NEEDED_FUSIONS if whole.options.batch_invariant else ()
+    ways = [[], *(names for names in fusions(whole.config) if not set(names) & set(needed)), []]
     for together in [ways] if _side_by_side(whole, len(ways)) else [[way] for way in ways]:
         _forget(whole.layout.device)
         steps = [_stepper(whole._replace(config=without(whole.config, names))) for names in together]
@@ -216,7 +218,8 @@ def _loss_mib(variant: Variant) -> float:
         head.zero_grad()
         hidden.grad = None
 
-    peak = profile(call, warmup=1, steps=1).peak_bytes or 0
+    with options.invariance(plain):
+        peak = profile(call, warmup=1, steps=1).peak_bytes or 0
     if grads is not None:
         grads.close()
     return peak / 2**20
