@@ -11,6 +11,7 @@ from onepass.gradients.graphed_step import graphed_step
 from onepass.gradients.graphs import graphed
 from onepass.integrations import attention_backends as _attention_backends
 from onepass.integrations import norm_backends as _norm_backends
+from onepass.kernels.invariant_product import batch_invariant
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import register_activation
 from onepass.ops.activation.bias_activation import bias_activation, bias_geglu, bias_gelu, bias_quick_geglu, bias_swiglu
@@ -46,7 +47,6 @@ from onepass.product.lora import LoRA
 from onepass.product.precision import FROZEN as _FROZEN
 from onepass.runtime import moved as _moved
 from onepass.runtime.backend import explain, register_backend, use_backend
-from onepass.runtime.batch_invariance import batch_invariant
 from onepass.runtime.fp8 import FP8Target, FP8Tensor
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.process_setting import validate

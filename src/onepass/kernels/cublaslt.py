@@ -11,81 +11,38 @@ Row-major out [M, N] = a [M, K] @ b [N, K].T is column-major out.T = b @ a.T, so
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
-from ctypes import addressof, byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from ctypes import addressof, c_float, c_int, c_int8, c_void_p, sizeof
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.runtime.fp8 import E4M3, E5M2
+from onepass.kernels.cublaslt_library import (
+    ALGORITHM_ID,
+    ALGORITHM_VARIANT,
+    TRANSPOSE_A,
+    TYPES,
+    Algorithm,
+    handle_of,
+    load,
+    loaded,
+)
 
 _log = logging.getLogger("onepass")
 _lock = threading.Lock()  # a plan's description is changed at each call
 
-# of cublasLt.h: types, and the attributes of products, preferences and algorithms
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
-_SUMS_IN_FP32 = 68
-_TRANSPOSE_A, _SCALE_A, _SCALE_B, _FAST, _SCALE_MODE_A, _SCALE_MODE_B = 3, 17, 18, 25, 31, 32
+_SUMS_IN_FP32 = 68  # of cublasLt.h, as the attributes of products are
+_SCALE_A, _SCALE_B, _FAST, _SCALE_MODE_A, _SCALE_MODE_B = 17, 18, 25, 31, 32
 _SCALE_BY_ROW = 3
-_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
-_ALGORITHM_ID, _ALGORITHM_VARIANT = 0, 5
 
-_MAJOR = 13  # the release of cuBLAS that this was tried on
 _HOPPER = 9, 0
 _ALIGNMENT = 16  # of addresses, in bytes: more has the same algorithms
 _LISTED = 8  # algorithms that are asked for
 _NVJET, _PING_PONG = 66, 4  # Hopper's kernels; those of variants below this overlap a tile's end with the next tile's sums
 _SHORT = 8192  # of a sum: in longer ones a tile's end doesn't matter
-
-
-class _Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
-
-    _fields_ = (
-        ("algorithm", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float), ("reserved", c_int * 4),
-    )  # fmt: skip
-
-
-class _Library:
-    """The functions of cuBLASLt that products take. They keep the interpreter's lock, as they take a few microseconds."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.PyDLL(f"libcublasLt.so.{_MAJOR}")
-        self._library.cublasLtGetStatusString.restype = ctypes.c_char_p
-        self.multiply = self._library.cublasLtMatmul
-        self.multiply.argtypes = [*[c_void_p] * 14, c_size_t, c_void_p]
-        self.set = self._library.cublasLtMatmulDescSetAttribute
-        self.set.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
-
-    def call(self, name: str, *args: Any) -> None:
-        """Call a function that is not in a hurry, and raise where it fails."""
-        self.check(self._library[f"cublasLt{name}"](*args), name)
-
-    def make(self, name: str, *args: Any) -> c_void_p:
-        """Return what a function makes. It is kept for good, with the plan."""
-        made = c_void_p()
-        self.call(f"{name}Create", byref(made), *args)
-        return made
-
-    def check(self, status: int, what: str) -> None:
-        if status:
-            raise RuntimeError(f"cuBLASLt's {what}: {self._library.cublasLtGetStatusString(status).decode()}")
-
-
-@lru_cache(1)
-def _load() -> _Library | str:
-    """Return the library, or why it can't be used."""
-    version = torch.version.cuda or "none"
-    if version.split(".")[0] != str(_MAJOR):
-        return f"PyTorch has CUDA {version}, and cuBLASLt's interface was tried with {_MAJOR}"
-    try:
-        return _Library()
-    except (OSError, AttributeError) as error:
-        return f"cuBLASLt was not found: {error}"
 
 
 @lru_cache(None)
@@ -94,18 +51,11 @@ def unusable(device: torch.device) -> str | None:
     reason = None
     if torch.cuda.get_device_capability(device) != _HOPPER:
         reason = "it was tried on compute capability 9.0 only"
-    elif isinstance(library := _load(), str):
+    elif isinstance(library := load(), str):
         reason = library
     if reason is not None:
         _log.info("products in eight bits run by torch._scaled_mm: %s", reason)
     return reason
-
-
-@lru_cache(None)
-def _handle(device: int) -> c_void_p:
-    library = _load()
-    assert isinstance(library, _Library)
-    return library.make("")
 
 
 class _Plan:
@@ -116,48 +66,32 @@ class _Plan:
         add: bool, by_row: bool,
     ) -> None:  # fmt: skip
         M, N, K = sizes
-        library = _load()
-        assert isinstance(library, _Library)
-        self._library, self._handle = library, _handle(device)
-        self._product = library.make("MatmulDesc", _SUMS_IN_FP32, _TYPES[torch.float32])
+        library = self._library = loaded()
+        self._handle = handle_of(device)
+        self._product = library.make("MatmulDesc", _SUMS_IN_FP32, TYPES[torch.float32])
         self._scales = c_void_p(_ALIGNMENT), c_void_p(_ALIGNMENT)  # any address will do for the list of algorithms
         of_b, of_a = self._scales
-        options: dict[int, Any] = {_TRANSPOSE_A: c_int(1), _FAST: c_int8(fast), _SCALE_A: of_b, _SCALE_B: of_a}
+        options: dict[int, Any] = {TRANSPOSE_A: c_int(1), _FAST: c_int8(fast), _SCALE_A: of_b, _SCALE_B: of_a}
         if by_row:
             options |= dict.fromkeys((_SCALE_MODE_A, _SCALE_MODE_B), c_int(_SCALE_BY_ROW))
-        for option, value in options.items():
-            library.call("MatmulDescSetAttribute", self._product, option, byref(value), c_size_t(sizeof(value)))
-        self._matrices = [self._matrix(b, K, N, K), self._matrix(a, K, M, K), self._matrix(out, N, M, row)]
+        library.set_all("MatmulDesc", self._product, options)
+        self._matrices = [library.matrix(b, K, N, K), library.matrix(a, K, M, K), library.matrix(out, N, M, row)]
         self._algorithm = self._choose(fast and K <= _SHORT)
         self._factors = c_float(1), c_float(add)
 
-    def _matrix(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
-        return self._library.make("MatrixLayout", _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride))
-
-    def _choose(self, hides_ends: bool) -> _Algorithm:
+    def _choose(self, hides_ends: bool) -> Algorithm:
         """Return the first algorithm of cuBLAS's list, or the first that hides the ends of tiles where those matter.
 
         On an H100 that takes .82 to .99 of the time, and nowhere more (docs/notes/0018).
         """
-        call, preference = self._library.call, self._library.make("MatmulPreference")
-        for option, value in ((_WORKSPACE, c_uint64(0)), *((each, c_uint32(_ALIGNMENT)) for each in _ALIGNMENTS)):
-            call("MatmulPreferenceSetAttribute", preference, option, byref(value), c_size_t(sizeof(value)))
-        listed, count = (_Algorithm * _LISTED)(), c_int()
-        matrices = *self._matrices, self._matrices[-1]
-        call("MatmulAlgoGetHeuristic", self._handle, self._product, *matrices, preference, _LISTED, listed, byref(count))
-        if not count.value:
+        library = self._library
+        listed = library.list_algorithms(self._handle, self._product, self._matrices, _LISTED, _ALIGNMENT)
+        if not listed:
             raise RuntimeError("cuBLASLt has no algorithm for these products")
-        for each in listed[: count.value] if hides_ends else []:
-            if self._config(each, _ALGORITHM_ID) == _NVJET and self._config(each, _ALGORITHM_VARIANT) < _PING_PONG:
+        for each in listed if hides_ends else []:
+            if library.setting(each, ALGORITHM_ID) == _NVJET and library.setting(each, ALGORITHM_VARIANT) < _PING_PONG:
                 return each
         return listed[0]
-
-    def _config(self, algorithm: _Algorithm, option: int) -> int:
-        value = c_uint32()
-        self._library.call(
-            "MatmulAlgoConfigGetAttribute", byref(algorithm), option, byref(value), c_size_t(sizeof(value)), byref(c_size_t())
-        )
-        return value.value
 
     def run(self, a: int, a_inverse: int, b: int, b_inverse: int, out: int, stream: int) -> None:
         """Multiply the matrices at these addresses."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from onepass.gpt.settings import Settings, setting
-from onepass.runtime.batch_invariance import batch_invariant
+from onepass.kernels.invariant_product import batch_invariant
 
 NEEDED_FUSIONS = ("attention_fusion", "norm_fusion", "cross_entropy_loss_fusion")  # by batch_invariant: PyTorch's may mix rows
 

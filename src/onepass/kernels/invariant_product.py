@@ -1,0 +1,396 @@
+"""Matrix products whose rows have the same bits whatever their number: PyTorch's, while `onepass.batch_invariant()` is on.
+
+A row's bits depend on the order of its sum over K. cuBLAS chooses that by the number of rows: with few, programs share a sum.
+
+CUDA   cuBLASLt's algorithms that don't split a sum. One, the reference, suits many rows. Where its tiles are too large for the
+       rows at hand, another stands in, once it has given the reference's bits on random rows. All of Hopper's in 16 bits do
+       (docs/notes/0040-batch-invariance.md). While a CUDA graph is captured nothing can be compared, so there unseen sizes
+       take the reference.
+CPU    blocks of 64 rows, the last filled up with zeros.
+
+A product of x stored by columns is a weight's gradient, whose sums are over the rows. PyTorch computes it as always.
+What is multiplied here are aten's mm and addmm, so also F.linear, matmul with a matrix, and their backward.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_double, c_float, c_int, c_void_p, sizeof
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.kernels.cublaslt_library import TRANSPOSE_A, TYPES, Algorithm, handle_of, load, loaded
+from onepass.runtime.batch_invariance import INVARIANT, invariant
+from onepass.runtime.process_setting import SettingChange
+
+_lock = threading.Lock()  # a kind's description is changed at each call
+
+# of cublasLt.h: what sums are computed in, and attributes of products
+_IN_FP32, _IN_FP64, _IN_TF32 = 68, 70, 77
+_EPILOGUE, _BIAS = 7, 8
+_ADD_BIAS = 4
+
+_ALIGNMENT = 16  # bytes
+_STEPS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # numbers of rows; up to each, one algorithm
+_LISTED = 8  # algorithms that are asked for
+_REFERENCE_ROWS = 4096
+_FEW = 512  # rows, up to which cuBLAS would split a long sum, and lists little else
+_UNSPLIT = 2048  # of a sum that it doesn't split
+_COMPARED_ROWS, _COMPARED_COLUMNS = 512, 256
+_CPU_ROWS = 64
+
+
+# ---- CUDA ----
+
+
+class _Kind(NamedTuple):
+    """Products that one order of sums serves."""
+
+    device: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    by_rows: bool  # b [K, N] is stored by rows
+    N: int
+    K: int
+    has_bias: bool
+    sums: int
+
+
+class _InvariantProducts:
+    """A kind's description and algorithms, one for each step of rows."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self.kind, self._library, self._handle = kind, loaded(), handle_of(kind.device)
+        scale = torch.float64 if kind.sums == _IN_FP64 else torch.float32
+        self._product = self._library.make("MatmulDesc", kind.sums, TYPES[scale])
+        options: dict[int, Any] = {TRANSPOSE_A: c_int(not kind.by_rows)}
+        if kind.has_bias:
+            options |= {_EPILOGUE: c_int(_ADD_BIAS), _BIAS: c_void_p(_ALIGNMENT)}
+        self._library.set_all("MatmulDesc", self._product, options)
+        self._alignment = _alignment(kind)
+        self._same: dict[tuple[int, ...], bool] = {}  # whether an algorithm has the reference's bits
+        self._of_step: dict[int, Algorithm] = {}
+        self._reference = self._first(_REFERENCE_ROWS, kind.K)
+
+    def _first(self, rows: int, K: int) -> Algorithm:
+        listed = self._listed(rows, K)
+        if not listed:
+            raise RuntimeError(f"cuBLASLt has no algorithm without a split sum for {self.kind}")
+        return listed[0]
+
+    def _listed(self, rows: int, K: int) -> list[Algorithm]:
+        kind = self.kind
+        matrices = _matrices(
+            kind.dtype, kind.out_dtype, kind.by_rows, (rows, kind.N, K), (K, kind.N if kind.by_rows else K, kind.N)
+        )
+        return self._library.list_algorithms(self._handle, self._product, matrices, _LISTED, self._alignment)
+
+    def algorithm(self, rows: int) -> Algorithm:
+        """Return the algorithm for a number of rows."""
+        step = next((step for step in _STEPS if rows <= step), _STEPS[-1])
+        known = self._of_step.get(step)
+        if known is None:
+            if torch.cuda.is_current_stream_capturing():
+                return self._reference
+            known = self._of_step[step] = self._choose(step)
+        return known
+
+    def _choose(self, step: int) -> Algorithm:
+        """Return the first algorithm of cuBLAS's list that has the reference's bits, or the reference."""
+        listed = self._listed(step, self.kind.K if step > _FEW else min(self.kind.K, _UNSPLIT))
+        return next((each for each in listed if self._has_same_bits(each)), self._reference)
+
+    def _has_same_bits(self, algorithm: Algorithm) -> bool:
+        settings = self._library.settings(algorithm)
+        if settings not in self._same:
+            self._same[settings] = self._compare(algorithm)
+        return self._same[settings]
+
+    def _compare(self, algorithm: Algorithm) -> bool:
+        """Multiply random rows by both algorithms, the other's at other places."""
+        kind = self.kind
+        generator = torch.Generator(f"cuda:{kind.device}").manual_seed(0)
+
+        def draw(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+            return torch.randn(shape, dtype=dtype, generator=generator, device=generator.device)
+
+        N = kind.N if kind.N < 2 * _COMPARED_COLUMNS else _COMPARED_COLUMNS + kind.N % _COMPARED_COLUMNS  # as well aligned
+        x, b = draw(_COMPARED_ROWS, kind.K), draw(kind.K, N)
+        b = b if kind.by_rows else b.t().contiguous().t()
+        bias = draw(N, dtype=kind.out_dtype) if kind.has_bias else None
+        expected, found = (torch.empty(_COMPARED_ROWS, N, dtype=kind.out_dtype, device=x.device) for _ in range(2))
+        self.run(self._reference, x, b, expected, bias, None, 1.0, 0.0)
+        skipped = _COMPARED_ROWS // 8
+        try:
+            self.run(algorithm, x[skipped:], b, found[skipped:], bias, None, 1.0, 0.0)
+        except RuntimeError:  # it doesn't take these sizes
+            return False
+        return torch.equal(expected[skipped:], found[skipped:])
+
+    def run(
+        self, algorithm: Algorithm, x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, start: Tensor | None,
+        alpha: float, beta: float,
+    ) -> None:  # fmt: skip
+        """Write alpha * x @ b + beta * start + bias to `out`."""
+        kind, library = self.kind, self._library
+        (M, K), N = x.shape, out.shape[1]
+        start = out if start is None else start
+        strides = x.stride(0), b.stride(0) if kind.by_rows else b.stride(1), out.stride(0)
+        of_b, of_x, of_out = _matrices(kind.dtype, kind.out_dtype, kind.by_rows, (M, N, K), strides)
+        of_start = _matrix(kind.out_dtype, N, M, start.stride(0))
+        number = c_double if kind.sums == _IN_FP64 else c_float
+        alpha_, beta_ = number(alpha), number(beta)
+        with _lock:
+            if bias is not None:
+                place = c_void_p(bias.data_ptr())
+                library.set(self._product, _BIAS, addressof(place), sizeof(place))
+            status = library.multiply(
+                self._handle, self._product, addressof(alpha_), b.data_ptr(), of_b, x.data_ptr(), of_x, addressof(beta_),
+                start.data_ptr(), of_start, out.data_ptr(), of_out, addressof(algorithm), None, 0,
+                torch._C._cuda_getCurrentRawStream(kind.device),
+            )  # fmt: skip
+        library.check(status, "Matmul")
+
+
+@lru_cache(4096)
+def _products(kind: _Kind) -> _InvariantProducts:
+    return _InvariantProducts(kind)
+
+
+def _alignment(kind: _Kind) -> int:
+    """Return what all rows of a kind's matrices are aligned to, in bytes."""
+    rows = (
+        kind.K * kind.dtype.itemsize,
+        (kind.N if kind.by_rows else kind.K) * kind.dtype.itemsize,
+        kind.N * kind.out_dtype.itemsize,
+    )
+    return _ALIGNMENT if all(size % _ALIGNMENT == 0 for size in rows) else kind.dtype.itemsize
+
+
+@lru_cache(8192)
+def _matrix(dtype: torch.dtype, rows: int, columns: int, stride: int) -> c_void_p:
+    return loaded().matrix(dtype, rows, columns, max(stride, rows))
+
+
+def _matrices(
+    dtype: torch.dtype, out_dtype: torch.dtype, by_rows: bool, sizes: tuple[int, int, int], strides: Sequence[int]
+) -> tuple[c_void_p, c_void_p, c_void_p]:
+    """Return the layouts of b, x and the product. Row-major x @ b is column-major b.T @ x.T, so b is cuBLAS's first operand."""
+    M, N, K = sizes
+    of_x, of_b, of_out = strides
+    b = _matrix(dtype, N, K, of_b) if by_rows else _matrix(dtype, K, N, of_b)
+    return b, _matrix(dtype, K, M, of_x), _matrix(out_dtype, N, M, of_out)
+
+
+def _is_by_rows(t: Tensor) -> bool:
+    return t.stride(1) == 1 and (t.shape[0] == 1 or t.stride(0) >= t.shape[1])
+
+
+def _aligned(t: Tensor, transposed: bool = False) -> bool:
+    """Whether a matrix's rows, or its columns, lie where the kernels that suit its sizes can read them."""
+    t = t.t() if transposed else t
+    row = t.shape[1] * t.element_size()
+    return _is_by_rows(t) and (row % _ALIGNMENT != 0 or (t.data_ptr() | t.stride(0) * t.element_size()) % _ALIGNMENT == 0)
+
+
+def _on_cuda(x: Tensor, b: Tensor, out: Tensor, start: Tensor | None, alpha: float, beta: float) -> None:
+    device = x.get_device()
+    if device != torch._C._cuda_getDevice():  # cuBLAS launches on the current device
+        with torch.cuda.device(device):
+            return _on_cuda(x, b, out, start, alpha, beta)
+    if not _aligned(out):
+        whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        _on_cuda(x, b, whole, start, alpha, beta)
+        out.copy_(whole)
+        return None
+    x = x if _aligned(x) else x.contiguous() if not x.is_contiguous() else x.clone()
+    by_rows = b.stride(1) == 1 and b.shape[1] > 1
+    if not _aligned(b, not by_rows):
+        b, by_rows = torch.empty(b.shape, dtype=b.dtype, device=b.device).copy_(b), True
+    (_, K), N = x.shape, b.shape[1]
+    bias = None
+    if start is not None:
+        start = start.to(out.dtype)
+        is_row = start.dim() == 1 or (start.shape[0] == 1 and out.shape[0] > 1)
+        if is_row and beta == 1 and start.shape[-1] == N and x.element_size() == 2:
+            bias, start, beta = start.reshape(N), None, 0.0
+            bias = bias if bias.is_contiguous() and bias.data_ptr() % _ALIGNMENT == 0 else bias.clone()
+        elif start.shape != out.shape or not _aligned(start):
+            start = out.copy_(start)
+    sums = _IN_FP64 if x.dtype is torch.float64 else _IN_FP32
+    if x.dtype is torch.float32 and torch._C._get_cublas_allow_tf32():
+        sums = _IN_TF32
+    kind = _Kind(device, x.dtype, out.dtype, by_rows, N, K, bias is not None, sums)
+    products = _products(kind)
+    products.run(products.algorithm(x.shape[0]), x, b, out, bias, start, float(alpha), float(beta))
+    return None
+
+
+# ---- CPU ----
+
+
+def _on_cpu(
+    raw: _Raw, keyset: Any, x: Tensor, b: Tensor, start: Tensor | None, alpha: float, beta: float
+) -> Tensor:  # fmt: skip
+    M, N = x.shape[0], b.shape[1]
+    whole = -(-M // _CPU_ROWS) * _CPU_ROWS
+    y = x.new_empty(whole, N)
+    x = _filled_up(x, whole)
+    if start is not None:
+        start = _filled_up(start.expand(M, N), whole)
+    for at in range(0, whole, _CPU_ROWS):
+        rows = slice(at, at + _CPU_ROWS)
+        if start is None:
+            raw["mm.out"].call_boxed(keyset, x[rows], b, out=y[rows])
+        else:
+            raw["addmm.out"].call_boxed(keyset, start[rows], x[rows], b, beta=beta, alpha=alpha, out=y[rows])
+    return y[:M]
+
+
+def _filled_up(t: Tensor, rows: int) -> Tensor:
+    """Return a contiguous matrix with zeros below."""
+    if t.shape[0] == rows:
+        return t.contiguous()
+    return torch.cat([t, t.new_zeros(rows - t.shape[0], t.shape[1])])
+
+
+# ---- in place of aten's ----
+
+_Raw = dict[str, Any]  # PyTorch's kernels, by the names of ops
+_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _takes(x: Tensor, b: Tensor) -> bool:
+    """Whether a product's rows are promised their bits: not those of a weight's gradient, whose x is stored by columns."""
+    if not invariant() or x.dim() != 2 or b.dim() != 2 or x.shape[1] != b.shape[0] or x.dtype is not b.dtype:
+        return False  # PyTorch says what is wrong
+    by_columns = x.stride(1) != 1 or (x.stride(0) == 1 and x.shape[1] > 1)
+    return x.dtype in _TYPES and x.device == b.device and x.numel() > 0 and b.numel() > 0 and (not by_columns or x.shape[1] == 1)
+
+
+def _product(
+    raw: _Raw, keyset: Any, x: Tensor, b: Tensor, *,
+    out: Tensor | None = None, dtype: torch.dtype | None = None, start: Tensor | None = None, alpha: float = 1, beta: float = 0,
+) -> Tensor:  # fmt: skip
+    shape = x.shape[0], b.shape[1]
+    start = None if beta == 0 else start
+    if out is not None and out.shape != shape:
+        out.resize_(shape)
+    if not x.is_cuda:
+        y = _on_cpu(raw, keyset, x, b, start, alpha, beta)
+        return y if out is None else out.copy_(y)
+    y = torch.empty(shape, dtype=dtype or x.dtype, device=x.device) if out is None else out
+    _on_cuda(x, b, y, start, alpha, beta)
+    return y
+
+
+def _mm(name: str, raw: _Raw) -> Callable[..., Tensor]:
+    def run(keyset: Any, x: Tensor, b: Tensor, *dtype: torch.dtype, **out: Any) -> Tensor:
+        if not _takes(x, b):
+            return raw[name].call_boxed(keyset, x, b, *dtype, **out)  # type: ignore[no-any-return]
+        return _product(raw, keyset, x, b, dtype=dtype[0] if dtype else None, **out)
+
+    return run
+
+
+def _addmm(name: str, raw: _Raw) -> Callable[..., Tensor]:
+    def run(
+        keyset: Any, start: Tensor, x: Tensor, b: Tensor, *dtype: torch.dtype, beta: float = 1, alpha: float = 1, **out: Any
+    ) -> Tensor:  # fmt: skip
+        if not _takes(x, b):
+            options: dict[str, Any] = {"beta": beta, "alpha": alpha, **out}
+            return raw[name].call_boxed(keyset, start, x, b, *dtype, **options)  # type: ignore[no-any-return]
+        if name == "addmm_":
+            out = {"out": start}
+        return _product(raw, keyset, x, b, dtype=dtype[0] if dtype else None, start=start, alpha=alpha, beta=beta, **out)
+
+    return run
+
+
+_FORMS = "", ".out", ".dtype", ".dtype_out"
+_REPLACED = {f"{op}{form}": make for op, make in (("mm", _mm), ("addmm", _addmm)) for form in _FORMS}
+_REPLACED["addmm_"] = _addmm
+
+
+class _Replacement:
+    """Ours in place of aten's kernels, from the first block or change that asks for it until none does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library: torch.library.Library | None = None
+
+    def settle(self) -> None:
+        with self._lock:
+            wanted = INVARIANT.process or INVARIANT.has_blocks
+            if wanted and self._library is None:
+                self._library = self._put()
+            elif not wanted and self._library is not None:
+                self._library._destroy()
+                self._library = None
+
+    def _put(self) -> torch.library.Library:
+        library, has_kernel = torch.library.Library("aten", "IMPL"), torch._C._dispatch_has_kernel_for_dispatch_key
+        for key in ("CPU", "CUDA"):
+            names = [name for name in _REPLACED if has_kernel(f"aten::{name}", key)]
+            raw = {name: torch.library.get_kernel(f"aten::{name}", key) for name in names}
+            for name in names:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that a kernel is replaced
+                    library.impl(name, _REPLACED[name](name, raw), key, with_keyset=True)
+        return library
+
+
+_replacement = _Replacement()
+
+
+class BatchInvariance(SettingChange[bool]):
+    """What `batch_invariant` returns."""
+
+    _entering = False
+
+    def __init__(self, on: bool) -> None:
+        super().__init__(INVARIANT, on)
+        _replacement.settle()
+
+    def undo(self) -> None:
+        super().undo()
+        if not self._entering:
+            _replacement.settle()
+
+    def __enter__(self) -> None:
+        self._entering = True  # what the process has is taken back and set anew in the block: ours stay in between
+        super().__enter__()
+        self._entering = False
+        _replacement.settle()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        _replacement.settle()
+
+
+def batch_invariant(on: bool = True) -> BatchInvariance:
+    """Give each row the same bits whatever else is in its batch, from now on or, as a context manager, within the block.
+
+        onepass.batch_invariant()                 # everything from here
+        with onepass.batch_invariant(): ...       # and back to what it was
+
+    A row is a token, and for attention a document. Its results and its part of inputs' gradients then depend neither on the
+    number of rows nor on its place among them. The gradients of weights depend on the rows and their order. What can't keep
+    this raises. From now on means the whole process, all threads; a block is its thread's own, as `use_backend`'s is.
+
+    While it is on, PyTorch's mm and addmm are ours. docs/equal-bits.md says what is promised, and what it costs.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("onepass.batch_invariant() must be called outside of compiled code")
+    if not hasattr(torch.library, "get_kernel"):
+        raise RuntimeError(
+            f"onepass.batch_invariant() needs a PyTorch with torch.library.get_kernel, but this is {torch.__version__}"
+        )
+    if on and torch.cuda.is_available() and isinstance(reason := load(), str):
+        raise RuntimeError(f"onepass.batch_invariant() has no products: {reason}")
+    return BatchInvariance(on)

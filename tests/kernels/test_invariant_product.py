@@ -1,0 +1,176 @@
+"""Products under batch_invariant(): a row's bits in parts of any size, what is PyTorch's, and that nothing is left."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onepass
+from onepass.kernels import invariant_product
+from onepass.runtime.batch_invariance import invariant, refuse
+
+PARTS = (1, 2, 3, 7, 16, 63, 64, 65, 100)
+TYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def operands(dtype, M=150, K=96, N=40, seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(M, K, dtype=dtype), torch.randn(N, K, dtype=dtype), torch.randn(N, dtype=dtype)
+
+
+def ways(w, bias):
+    """Every form of mm and addmm that a CPU has, of rows x and what is added to them."""
+
+    def into(call):
+        def run(x, s):
+            return call(x, s, torch.empty(len(x), len(w), dtype=x.dtype))
+
+        return run
+
+    return {
+        "linear": lambda x, s: F.linear(x, w, bias),
+        "linear of three dimensions": lambda x, s: F.linear(x[None], w)[0],
+        "linear of one dimension": lambda x, s: torch.stack([F.linear(row, w) for row in x]),
+        "mm": lambda x, s: x @ w.t(),
+        "mm, weight by rows": lambda x, s: x @ w.t().contiguous(),
+        "mm of strided rows": lambda x, s: torch.cat([x, x], 1)[:, : x.shape[1]] @ w.t(),
+        "mm.out": into(lambda x, s, out: torch.mm(x, w.t(), out=out)),
+        "mm.out of strided rows": into(lambda x, s, out: torch.mm(x, w.t(), out=torch.cat([out, out], 1)[:, : len(w)])),
+        "addmm": lambda x, s: torch.addmm(s, x, w.t(), beta=0.5, alpha=2),
+        "addmm of a column": lambda x, s: torch.addmm(s[:, :1], x, w.t()),
+        "addmm.out": into(lambda x, s, out: torch.addmm(s, x, w.t(), out=out)),
+        "addmm_": lambda x, s: s.clone().addmm_(x, w.t(), beta=2),
+        "addmm without start": lambda x, s: torch.addmm(s * float("nan"), x, w.t(), beta=0),
+    }
+
+
+@pytest.mark.parametrize("way", ways(None, None))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_has_its_bits_in_any_part(dtype, way):
+    x, w, bias = operands(dtype)
+    start = torch.randn(len(x), len(w), dtype=dtype)
+    call = ways(w, bias)[way]
+    expected = call(x, start)
+    with onepass.batch_invariant():
+        whole = call(x, start)
+        for size in PARTS:
+            at = (len(x) - size) // 2
+            assert torch.equal(call(x[at : at + size], start[at : at + size]), whole[at : at + size]), size
+        order = torch.randperm(len(x))
+        assert torch.equal(call(x[order], start[order]), whole[order])
+    torch.testing.assert_close(whole, expected)
+
+
+def test_the_inputs_gradient_too_and_the_weights_is_pytorchs():
+    x, w, _ = operands(torch.float32)
+    dy = torch.randn(len(x), len(w))
+    weight = w.clone().requires_grad_()
+
+    def gradients(rows):
+        given = x[rows].clone().requires_grad_()
+        return torch.autograd.grad(F.linear(given, weight), (given, weight), dy[rows])
+
+    expected = gradients(slice(None))
+    with onepass.batch_invariant():
+        whole, dw = gradients(slice(None))
+        for size in PARTS:
+            assert torch.equal(gradients(slice(5, 5 + size))[0], whole[5 : 5 + size])
+    torch.testing.assert_close(whole, expected[0])
+    assert torch.equal(dw, expected[1])
+
+
+def test_sizes_of_zero_and_wrong_ones_are_pytorchs():
+    with onepass.batch_invariant():
+        assert torch.equal(torch.ones(2, 0) @ torch.ones(0, 3), torch.zeros(2, 3))
+        assert (torch.ones(0, 4) @ torch.ones(4, 3)).shape == (0, 3)
+        assert torch.equal(torch.ones(2, 3, dtype=torch.int64) @ torch.ones(3, 2, dtype=torch.int64), torch.full((2, 2), 3))
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.mm(torch.ones(2, 3), torch.ones(4, 5))
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(torch.ones(2, 3), torch.ones(3, 5, dtype=torch.float64))
+        assert torch.mm(torch.ones(2, 3), torch.ones(3, 5), out=torch.empty(0)).shape == (2, 5)
+        assert torch.ones(1, 3) @ torch.ones(3, 1) == 3
+
+
+def test_rows_depend_on_their_number_without_it():
+    """Else these tests prove nothing: on a CPU few rows take another path."""
+    x, w, _ = operands(torch.float32, K=1000)
+    assert any(not torch.equal(x[5 : 5 + size] @ w.t(), (x @ w.t())[5 : 5 + size]) for size in PARTS)
+
+
+def test_nothing_is_left_behind():
+    x, w, _ = operands(torch.float32)
+    replaced = invariant_product._replacement
+    assert replaced._library is None and not invariant()
+    try:
+        onepass.batch_invariant()
+        assert replaced._library is not None and invariant()
+        with onepass.batch_invariant(False):
+            assert not invariant()
+            x @ w.t()
+        with onepass.batch_invariant(), onepass.batch_invariant():
+            assert invariant()
+        assert invariant()
+    finally:
+        onepass.batch_invariant(False)
+    assert replaced._library is None
+    with pytest.raises(ZeroDivisionError), onepass.batch_invariant():
+        1 / (replaced._library is None)
+    assert replaced._library is None
+
+
+def test_a_block_is_its_threads_own_and_its_backwards():
+    x, w, _ = operands(torch.float32)
+    weight, seen = w.clone().requires_grad_(), []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(invariant())
+            return dy
+
+    with onepass.batch_invariant():
+        thread = threading.Thread(target=lambda: seen.append(invariant()))
+        thread.start()
+        thread.join()
+        Look.apply(F.linear(x, weight)).sum().backward()
+    assert seen == [False, True]
+
+
+def test_refusing_names_what_and_why():
+    refuse("dropout", "it draws by position")
+    with (
+        onepass.batch_invariant(),
+        pytest.raises(RuntimeError, match=r"dropout can't run under onepass\.batch_invariant\(\): it draws by position"),
+    ):
+        refuse("dropout", "it draws by position")
+
+
+def test_compiled_code_runs_it_and_does_not_turn_it_on():
+    x, w, bias = operands(torch.float32)
+    linear = torch.compile(lambda x: F.linear(x, w, bias), fullgraph=True, backend="aot_eager")
+    with onepass.batch_invariant():
+        whole = F.linear(x, w, bias)
+        for size in (1, 2, 100):
+            assert torch.equal(linear(x[:size]), whole[:size])
+
+    def inside(x):
+        with onepass.batch_invariant():
+            return x + 1
+
+    with pytest.raises(Exception, match="outside of compiled code"):
+        torch.compile(inside, fullgraph=True, backend="eager")(x)
+
+
+def test_undo_takes_the_processes_change_back():
+    change = onepass.batch_invariant()
+    try:
+        assert invariant() and invariant_product._replacement._library is not None
+    finally:
+        change.undo()
+    assert not invariant() and invariant_product._replacement._library is None
