@@ -32,6 +32,7 @@ class OnepassOptions(BaseModel):
     loss: bool = True
     qkv: bool = True
     precision: Literal["fp8"] | None = None
+    batch_invariant: bool = False
 
 
 class OnepassArgs(BaseModel):

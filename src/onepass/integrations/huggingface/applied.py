@@ -15,6 +15,7 @@ from torch import nn
 from onepass.gradients.adamw_state import embeddings_apart
 from onepass.gradients.sharded_adamw import ShardedAdamW
 from onepass.integrations.huggingface.attentions import replace_attentions
+from onepass.integrations.huggingface.batch_invariance import check_invariant, invariance_row
 from onepass.integrations.huggingface.dense_experts import replace_dense_experts
 from onepass.integrations.huggingface.embeddings import replace_embeddings
 from onepass.integrations.huggingface.expert_adapters import replace_expert_adapters
@@ -31,6 +32,7 @@ from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.precision import set_precision
 from onepass.integrations.huggingface.probe import fresh_defaults
 from onepass.integrations.huggingface.routers import replace_routers
+from onepass.runtime.batch_invariance import batch_invariant as switch
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
@@ -45,15 +47,17 @@ class Applied:
     """
 
     def __init__(
-        self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: PatientMainGrads | None = None
-    ) -> None:
-        self.model, self.main_grads = model, main_grads
+        self, model: nn.Module, patches: Patches, rows: list[AppliedRow], main_grads: PatientMainGrads | None = None,
+        batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.main_grads, self.batch_invariant = model, main_grads, batch_invariant
         self._patches, self._rows = patches, rows
 
     @property
     def rows(self) -> list[AppliedRow]:
         """What was replaced, or why not, as it is now: what was changed since `apply` runs its own code, and says so."""
-        return [row.now(self.model) for row in self._rows]
+        rows = [row.now(self.model) for row in self._rows]
+        return [*rows, invariance_row(self.model, rows)] if self.batch_invariant else rows
 
     @property
     def replaced(self) -> list[AppliedRow]:
@@ -180,6 +184,7 @@ def apply(
     release_main_grad: bool = False,
     precision: Precision = None,
     frozen_layouts: int | None = None,
+    batch_invariant: bool = False,
 ) -> Applied:
     """Replace parts of this model instance by onepass ops. Parts that are not recognised stay unchanged.
 
@@ -208,10 +213,13 @@ def apply(
         frozen_layouts: with `precision`, frozen weights of these layers become codes, made once, and their own memory is freed. 2
             keeps the codes by rows and transposed, 2 bytes a number. 1 keeps rows, 1 byte, which backward transposes. Merging
             adapters is refused then, and `undo` leaves the codes.
+        batch_invariant: turn `onepass.batch_invariant()` on, for the whole process, until `undo`. A token's bits then depend on
+            no other sequence, in forward and backward. The report's last row names what of the model is not onepass's.
 
     Raises:
         ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision, or
-            weights are sharded by other code than FSDP2. The model is unchanged.
+            weights are sharded by other code than FSDP2, or dropout or a precision can't be batch_invariant. The model is
+            unchanged.
         TypeError: the model is in fp64, with a precision.
     """
     if not isinstance(model, nn.Module):
@@ -228,6 +236,8 @@ def apply(
     if frozen_layouts is not None and (recipe is None or frozen_layouts not in (1, 2)):
         needs = "be 1 or 2" if recipe is not None else "be None without precision"
         raise ValueError(f"frozen_layouts must {needs}, but is {frozen_layouts!r}")
+    if batch_invariant:
+        check_invariant(model, recipe)
     patches = Patches()
     try:
         with fresh_defaults():
@@ -242,7 +252,9 @@ def apply(
             or f": it has no {', '.join(asked)} that is known"
         )
         raise ValueError(f"there is nothing to replace in this {type(model).__name__}{reasons}")
-    applied = Applied(model, patches, rows, main_grads)
+    if batch_invariant:
+        patches.on_undo(switch().undo)
+    applied = Applied(model, patches, rows, main_grads, batch_invariant)
     patches.set(model, _MARK, True)
     patches.set(model, "_replicate_for_data_parallel", _refuse_replicas)
     return applied

@@ -7,11 +7,13 @@ globals, and its linear layers return their parts of the one product.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onepass.gradients.places import parts_of
@@ -53,6 +55,7 @@ from onepass.integrations.huggingface.rotation import (
 )
 from onepass.integrations.huggingface.snapshot import CODE_CHANGED, UNREAD, Snapshot, reads_of
 from onepass.ops.attention.attention import SIZES, attention
+from onepass.runtime.batch_invariance import invariant
 
 WITHOUT_EFFECT = frozenset(  # arguments that have none on a mixer without a mask and a cache, besides tables of positions
     (
@@ -62,6 +65,10 @@ WITHOUT_EFFECT = frozenset(  # arguments that have none on a mixer without a mas
 )  # fmt: skip
 _HARMLESS = WITHOUT_EFFECT | {"shared_kv_states"}  # on attention that is one op
 LENGTHS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # a marker has them
+_OWN_BITS = (
+    "a call's attention is transformers' own, whose bits may depend on the batch in spite of onepass.batch_invariant(): with a "
+    "cache, which use_cache=False leaves out, with a mask of four dimensions, or output_attentions"
+)
 _SWITCHES = frozenset(("output_attentions", "output_hidden_states"))  # no effect if False
 
 
@@ -342,6 +349,8 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: Folde
         options["attention_mask"] = None
     if match.suits(hidden_states, args, options, onepass_folded):
         return match.at_once(hidden_states, options, onepass_folded)
+    if match.whole is not None and invariant() and not torch.compiler.is_compiling():
+        warnings.warn(_OWN_BITS, stacklevel=2)
     if onepass_folded is not None and match.projections is not None and match.projections.are_wrapped():
         hidden_states, onepass_folded = onepass_folded.unfold(hidden_states), None  # PEFT's layers read the norm's output
     return match.by_original(hidden_states, args, options, onepass_folded)

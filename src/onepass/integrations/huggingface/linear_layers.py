@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from onepass.integrations.huggingface.patches import Patches
-from onepass.integrations.huggingface.snapshot import FSDP, hooked
+from onepass.integrations.huggingface.snapshot import SILENT, hooked
 from onepass.kernels.device_tables import device_table
 from onepass.ops.linear.linear import linear
 from onepass.product.frozen.taken import frozen_weight
@@ -135,7 +135,7 @@ def lora_of(layer: Any, names: Iterable[str] | None = None) -> list[LoRA] | str:
     """
     modules = layer._modules  # an attribute that nn.Module looks up takes 1 us
     base = modules["base_layer"]
-    if not is_linear(base) or hooked(base, (FSDP,)):
+    if not is_linear(base) or hooked(base, SILENT):
         return "the layer that its LoRA wraps is no plain torch.nn.Linear"
     if layer.fan_in_fan_out is not is_conv1d(base):
         return "its LoRA has a transposed weight"
@@ -174,7 +174,7 @@ def _dtype_of(base: Any) -> torch.dtype:
 
 def _weight_of_part(part: Any) -> Tensor | None:
     parameters: dict[str, Any] = part._parameters
-    plain = type(part) is nn.Linear and parameters["bias"] is None and "forward" not in vars(part) and not hooked(part, (FSDP,))
+    plain = type(part) is nn.Linear and parameters["bias"] is None and "forward" not in vars(part) and not hooked(part, SILENT)
     return parameters["weight"] if plain else None
 
 

@@ -30,7 +30,7 @@ from onepass.integrations.huggingface.loss_trial import CROSS_ENTROPY, OPTIONS, 
 from onepass.integrations.huggingface.patches import AppliedRow, Patches, wrapped_by
 from onepass.integrations.huggingface.probe import own_forward, parameters_of, thread
 from onepass.integrations.huggingface.rotation import globals_with, with_globals
-from onepass.integrations.huggingface.snapshot import FSDP, UNREAD, Reads, Snapshot, hooked, is_watched
+from onepass.integrations.huggingface.snapshot import SILENT, UNREAD, Reads, Snapshot, hooked, is_watched
 from onepass.integrations.trl import runs_onepass
 from onepass.ops.loss.head.plan import machine_speed
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
@@ -158,7 +158,7 @@ def _kind_of(model: Any, head: Any) -> LossKind | str:
     for owner, whose in ((head, "its head's"), (model, "its")):
         if own_forward(owner):
             return f"{whose} forward has been replaced already"
-    if hooked(head, (FSDP,)):
+    if hooked(head, SILENT):
         return "its head has hooks, which may want the logits"
     if "labels" not in parameters_of(model):
         return "its forward takes no labels"
@@ -277,7 +277,7 @@ def _head_forward(self: Any, input: Tensor, **options: Any) -> Tensor:
     shared: _HeadState = self._onepass
     call, lora = shared.call, _lora_of_head(self) if is_lora(self) else None
     # FSDP's hooks on the head's output gather its weight for backward, which NaN in place of logits doesn't come by.
-    allowed = () if shared.code.kind is LossKind.INLINE else (FSDP,)
+    allowed = () if shared.code.kind is LossKind.INLINE else SILENT
     if call is None or options or isinstance(lora, str) or hooked(self, allowed) or not _can_make(self, lora, input, call):
         made: Tensor = type(self).forward(self, input, **options)
         return made

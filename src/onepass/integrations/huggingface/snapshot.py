@@ -122,7 +122,8 @@ def is_watched(module: nn.Module) -> bool:
 
 
 FSDP = "torch.distributed.fsdp"  # its hooks only gather weights
-_NO_MATTER = (FSDP, "transformers.")  # transformers' hooks only record outputs
+SILENT = FSDP, "onepass.testing.invariance"  # whose hooks only look
+_NO_MATTER = (*SILENT, "transformers.")  # whose hooks only record outputs
 
 
 GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (  # of torch.nn.modules.module.register_module_forward_hook and its kin
