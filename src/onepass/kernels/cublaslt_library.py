@@ -16,7 +16,6 @@ from onepass.runtime.fp8 import E4M3, E5M2
 TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14, E4M3: 28, E5M2: 29}
 TRANSPOSE_A = 3
 ALGORITHM_ID, ALGORITHM_VARIANT = 0, 5
-_ALGORITHM_SETTINGS = 9  # attributes that say which kernel an algorithm is
 _WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 
 _MAJOR = 13  # the release of cuBLAS that this was tried on
@@ -85,10 +84,6 @@ class Library:
             "MatmulAlgoConfigGetAttribute", byref(algorithm), option, byref(value), c_size_t(sizeof(value)), byref(c_size_t())
         )
         return value.value
-
-    def settings(self, algorithm: Algorithm) -> tuple[int, ...]:
-        """Return what tells an algorithm from others."""
-        return tuple(self.setting(algorithm, option) for option in range(_ALGORITHM_SETTINGS))
 
 
 @lru_cache(1)

@@ -73,7 +73,7 @@ class _InvariantProducts:
             options |= {_EPILOGUE: c_int(_ADD_BIAS), _BIAS: c_void_p(_ALIGNMENT)}
         self._library.set_all("MatmulDesc", self._product, options)
         self._alignment = _alignment(kind)
-        self._same: dict[tuple[int, ...], bool] = {}  # whether an algorithm has the reference's bits
+        self._same: dict[bytes, bool] = {}  # whether an algorithm has the reference's bits
         self._of_step: dict[int, Algorithm] = {}
         self._reference = self._first(_REFERENCE_ROWS, kind.K)
 
@@ -106,7 +106,7 @@ class _InvariantProducts:
         return next((each for each in listed if self._has_same_bits(each)), self._reference)
 
     def _has_same_bits(self, algorithm: Algorithm) -> bool:
-        settings = self._library.settings(algorithm)
+        settings = bytes(algorithm.algorithm)
         if settings not in self._same:
             self._same[settings] = self._compare(algorithm)
         return self._same[settings]
