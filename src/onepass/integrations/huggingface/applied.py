@@ -32,7 +32,7 @@ from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.precision import set_precision
 from onepass.integrations.huggingface.probe import fresh_defaults
 from onepass.integrations.huggingface.routers import replace_routers
-from onepass.runtime.batch_invariance import batch_invariant as switch
+from onepass.kernels.invariant_product import batch_invariant as switch
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
