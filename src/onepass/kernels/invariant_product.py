@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.kernels.cublaslt_library import TRANSPOSE_A, TYPES, Algorithm, handle_of, load, loaded
+from onepass.kernels.cublaslt_library import TRANSPOSE_A, TYPES, Algorithm, Library, handle_of, load, loaded
 from onepass.runtime.batch_invariance import INVARIANT, invariant
 from onepass.runtime.process_setting import SettingChange
 
@@ -75,7 +75,7 @@ class _InvariantProducts:
         self._alignment = _alignment(kind)
         self._same: dict[bytes, bool] = {}  # whether an algorithm has the reference's bits
         self._of_step: dict[int, Algorithm] = {}
-        self._reference = self._first(_REFERENCE_ROWS, kind.K)
+        self.reference = self._first(_REFERENCE_ROWS, kind.K)
 
     def _first(self, rows: int, K: int) -> Algorithm:
         listed = self._listed(rows, K)
@@ -90,20 +90,20 @@ class _InvariantProducts:
         )
         return self._library.list_algorithms(self._handle, self._product, matrices, _LISTED, self._alignment)
 
-    def algorithm(self, rows: int) -> Algorithm:
-        """Return the algorithm for a number of rows."""
+    def algorithm(self, rows: int) -> Algorithm | None:
+        """Return the algorithm for a number of rows, or None where it is not known yet and a graph is being captured."""
         step = next((step for step in _STEPS if rows <= step), _STEPS[-1])
         known = self._of_step.get(step)
         if known is None:
             if torch.cuda.is_current_stream_capturing():
-                return self._reference
+                return None
             known = self._of_step[step] = self._choose(step)
         return known
 
     def _choose(self, step: int) -> Algorithm:
         """Return the first algorithm of cuBLAS's list that has the reference's bits, or the reference."""
         listed = self._listed(step, self.kind.K if step > _FEW else min(self.kind.K, _UNSPLIT))
-        return next((each for each in listed if self._has_same_bits(each)), self._reference)
+        return next((each for each in listed if self._has_same_bits(each)), self.reference)
 
     def _has_same_bits(self, algorithm: Algorithm) -> bool:
         settings = bytes(algorithm.algorithm)
@@ -124,7 +124,7 @@ class _InvariantProducts:
         b = b if kind.by_rows else b.t().contiguous().t()
         bias = draw(N, dtype=kind.out_dtype) if kind.has_bias else None
         expected, found = (torch.empty(_COMPARED_ROWS, N, dtype=kind.out_dtype, device=x.device) for _ in range(2))
-        self.run(self._reference, x, b, expected, bias, None, 1.0, 0.0)
+        self.run(self.reference, x, b, expected, bias, None, 1.0, 0.0)
         skipped = _COMPARED_ROWS // 8
         try:
             self.run(algorithm, x[skipped:], b, found[skipped:], bias, None, 1.0, 0.0)
@@ -137,24 +137,42 @@ class _InvariantProducts:
         alpha: float, beta: float,
     ) -> None:  # fmt: skip
         """Write alpha * x @ b + beta * start + bias to `out`."""
-        kind, library = self.kind, self._library
-        (M, K), N = x.shape, out.shape[1]
         start = out if start is None else start
-        strides = x.stride(0), b.stride(0) if kind.by_rows else b.stride(1), out.stride(0)
-        of_b, of_x, of_out = _matrices(kind.dtype, kind.out_dtype, kind.by_rows, (M, N, K), strides)
-        of_start = _matrix(kind.out_dtype, N, M, start.stride(0))
+        strides = x.stride(0), b.stride(0 if self.kind.by_rows else 1), start.stride(0), out.stride(0)
+        self.call(algorithm, x.shape[0], *strides).run(x, b, out, bias, start, alpha, beta)
+
+    def call(self, algorithm: Algorithm, M: int, of_x: int, of_b: int, of_start: int, of_out: int) -> _PreparedCall:
+        """Return what calls of so many rows, and of matrices with these strides, share."""
+        kind = self.kind
+        matrices = _matrices(kind.dtype, kind.out_dtype, kind.by_rows, (M, kind.N, kind.K), (of_x, of_b, of_out))
+        start = _matrix(kind.out_dtype, kind.N, M, of_start)
         number = c_double if kind.sums == _IN_FP64 else c_float
-        alpha_, beta_ = number(alpha), number(beta)
+        return _PreparedCall(self._library, kind.device, self._handle, self._product, matrices, start, algorithm, number)
+
+
+class _PreparedCall(NamedTuple):
+    library: Library
+    device: int
+    handle: c_void_p
+    product: c_void_p
+    matrices: tuple[c_void_p, c_void_p, c_void_p]
+    of_start: c_void_p
+    algorithm: Algorithm
+    number: type[c_float] | type[c_double]
+
+    def run(self, x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, start: Tensor, alpha: float, beta: float) -> None:
+        alpha_, beta_ = self.number(alpha), self.number(beta)
+        of_b, of_x, of_out = self.matrices
         with _lock:
             if bias is not None:
                 place = c_void_p(bias.data_ptr())
-                library.set(self._product, _BIAS, addressof(place), sizeof(place))
-            status = library.multiply(
-                self._handle, self._product, addressof(alpha_), b.data_ptr(), of_b, x.data_ptr(), of_x, addressof(beta_),
-                start.data_ptr(), of_start, out.data_ptr(), of_out, addressof(algorithm), None, 0,
-                torch._C._cuda_getCurrentRawStream(kind.device),
+                self.library.set(self.product, _BIAS, addressof(place), sizeof(place))
+            status = self.library.multiply(
+                self.handle, self.product, addressof(alpha_), b.data_ptr(), of_b, x.data_ptr(), of_x, addressof(beta_),
+                start.data_ptr(), self.of_start, out.data_ptr(), of_out, addressof(self.algorithm), None, 0,
+                torch._C._cuda_getCurrentRawStream(self.device),
             )  # fmt: skip
-        library.check(status, "Matmul")
+        self.library.check(status, "Matmul")
 
 
 @lru_cache(4096)
@@ -162,14 +180,27 @@ def _products(kind: _Kind) -> _InvariantProducts:
     return _InvariantProducts(kind)
 
 
+_calls: dict[tuple[Any, ...], _PreparedCall] = {}  # by the kind, the rows and the strides
+_CALLS = 8192  # that are kept
+
+
+def _prepare(key: tuple[Any, ...]) -> _PreparedCall:
+    *kind, M, of_x, of_b, of_start, of_out = key
+    products = _products(_Kind(*kind))
+    known = products.algorithm(M)
+    call = products.call(known or products.reference, M, of_x, of_b, of_start, of_out)
+    if known is not None:
+        if len(_calls) >= _CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call
+
+
 def _alignment(kind: _Kind) -> int:
     """Return what all rows of a kind's matrices are aligned to, in bytes."""
-    rows = (
-        kind.K * kind.dtype.itemsize,
-        (kind.N if kind.by_rows else kind.K) * kind.dtype.itemsize,
-        kind.N * kind.out_dtype.itemsize,
-    )
-    return _ALIGNMENT if all(size % _ALIGNMENT == 0 for size in rows) else kind.dtype.itemsize
+    size, row_of_b = kind.dtype.itemsize, kind.N if kind.by_rows else kind.K
+    rows = kind.K * size, row_of_b * size, kind.N * kind.out_dtype.itemsize
+    return size if any(row % _ALIGNMENT for row in rows) else _ALIGNMENT
 
 
 @lru_cache(8192)
@@ -187,15 +218,17 @@ def _matrices(
     return b, _matrix(dtype, K, M, of_x), _matrix(out_dtype, N, M, of_out)
 
 
-def _is_by_rows(t: Tensor) -> bool:
-    return t.stride(1) == 1 and (t.shape[0] == 1 or t.stride(0) >= t.shape[1])
+def _fits(t: Tensor, rows: int = 0) -> bool:
+    """Whether the kernels that suit a matrix's sizes can read it where it lies. Its dimension `rows` has the larger stride."""
+    shape, strides, size = t.shape, t.stride(), t.element_size()
+    row, stride = shape[1 - rows], strides[rows]
+    if strides[1 - rows] != 1 or (stride < row and shape[rows] > 1):
+        return False
+    return row * size % _ALIGNMENT != 0 or (t.data_ptr() | stride * size) % _ALIGNMENT == 0
 
 
-def _aligned(t: Tensor, transposed: bool = False) -> bool:
-    """Whether a matrix's rows, or its columns, lie where the kernels that suit its sizes can read them."""
-    t = t.t() if transposed else t
-    row = t.shape[1] * t.element_size()
-    return _is_by_rows(t) and (row % _ALIGNMENT != 0 or (t.data_ptr() | t.stride(0) * t.element_size()) % _ALIGNMENT == 0)
+def _copied(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _on_cuda(x: Tensor, b: Tensor, out: Tensor, start: Tensor | None, alpha: float, beta: float) -> None:
@@ -203,31 +236,30 @@ def _on_cuda(x: Tensor, b: Tensor, out: Tensor, start: Tensor | None, alpha: flo
     if device != torch._C._cuda_getDevice():  # cuBLAS launches on the current device
         with torch.cuda.device(device):
             return _on_cuda(x, b, out, start, alpha, beta)
-    if not _aligned(out):
+    if not _fits(out):
         whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         _on_cuda(x, b, whole, start, alpha, beta)
         out.copy_(whole)
         return None
-    x = x if _aligned(x) else x.contiguous() if not x.is_contiguous() else x.clone()
-    by_rows = b.stride(1) == 1 and b.shape[1] > 1
-    if not _aligned(b, not by_rows):
-        b, by_rows = torch.empty(b.shape, dtype=b.dtype, device=b.device).copy_(b), True
-    (_, K), N = x.shape, b.shape[1]
-    bias = None
-    if start is not None:
-        start = start.to(out.dtype)
-        is_row = start.dim() == 1 or (start.shape[0] == 1 and out.shape[0] > 1)
-        if is_row and beta == 1 and start.shape[-1] == N and x.element_size() == 2:
-            bias, start, beta = start.reshape(N), None, 0.0
-            bias = bias if bias.is_contiguous() and bias.data_ptr() % _ALIGNMENT == 0 else bias.clone()
-        elif start.shape != out.shape or not _aligned(start):
-            start = out.copy_(start)
-    sums = _IN_FP64 if x.dtype is torch.float64 else _IN_FP32
-    if x.dtype is torch.float32 and torch._C._get_cublas_allow_tf32():
+    (M, K), N = x.shape, b.shape[1]
+    x = x if _fits(x) else _copied(x)
+    by_rows = b.stride(1) == 1 and N > 1
+    if not _fits(b, 0 if by_rows else 1):
+        b, by_rows = _copied(b), True
+    dtype, out_dtype, bias = x.dtype, out.dtype, None
+    if start is None:
+        start = out
+    elif start.dim() == 1 and start.shape[0] == N and beta == 1 and dtype.itemsize == 2:
+        bias, start, beta = start.to(out_dtype), out, 0.0
+        bias = bias if bias.is_contiguous() and bias.data_ptr() % _ALIGNMENT == 0 else bias.clone()
+    elif start.shape != out.shape or start.dtype is not out_dtype or not _fits(start):
+        start = out.copy_(start)
+    sums = _IN_FP64 if dtype is torch.float64 else _IN_FP32
+    if dtype is torch.float32 and torch._C._get_cublas_allow_tf32():
         sums = _IN_TF32
-    kind = _Kind(device, x.dtype, out.dtype, by_rows, N, K, bias is not None, sums)
-    products = _products(kind)
-    products.run(products.algorithm(x.shape[0]), x, b, out, bias, start, float(alpha), float(beta))
+    kind = device, dtype, out_dtype, by_rows, N, K, bias is not None, sums
+    key = *kind, M, x.stride(0), b.stride(0 if by_rows else 1), start.stride(0), out.stride(0)
+    (_calls.get(key) or _prepare(key)).run(x, b, out, bias, start, alpha, beta)
     return None
 
 
