@@ -24,6 +24,7 @@ from onepass.ops.attention.attention import SIZES, attention, unsupported
 from onepass.ops.attention.by_pytorch import rotate_again
 from onepass.ops.attention.formula import parts_of
 from onepass.runtime.backend import choose
+from onepass.runtime.batch_invariance import invariant, refuse
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.recomputed import recomputed
 
@@ -73,7 +74,10 @@ class SelfAttention(nn.Module):
         rows = sequences(qkv, self.config)
         normed = self.q_layernorm is None or self.config.norms_in_attention
         as_one = self.config.attention_fusion and not self._drops()
-        if boundaries is None:
+        if invariant():
+            if not as_one:
+                refuse("attention by PyTorch's operators", "it chooses kernels by the batch: leave attention_fusion on")
+        elif boundaries is None:
             # of other sizes: rope's kernel, F.sdpa
             as_one = as_one and normed and (not rows.is_cuda or self.config.head_size in SIZES)
         elif rows.is_cuda:  # without kernels the op has a mask of all tokens, and `_by_pytorch` one of each row's

@@ -28,6 +28,7 @@ from onepass.ops.attention.choice import CUDNN, FLASH
 from onepass.ops.attention.document_kernels import checked_boundaries
 from onepass.ops.attention.formula import AttentionOptions, Parts, is_plain
 from onepass.runtime.backend import find_op, register_backend
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.dispatch import cast, product_type, under_functorch
 from onepass.runtime.op import Call, Reason
 
@@ -45,6 +46,8 @@ def _refuses(name: str, *args: Any, **given: Any) -> Reason:
         return f"qkv is {dtype}, and {name} takes 16 bits"
     if not qkv.numel():
         return "qkv is empty"
+    if invariant():
+        return f"onepass.batch_invariant() is on, and {name} chooses tiles and splits by the sizes of the whole batch"
     if under_functorch():
         return "vmap, a functional derivative or forward-mode differentiation is in force"
     D = head_size(qkv, call.heads, call.groups, call.gated)

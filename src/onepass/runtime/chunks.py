@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.runtime.documents import document_of
+from onepass.runtime.batch_invariance import invariant
+from onepass.runtime.documents import document_of, documents_in_turn
 from onepass.runtime.formula import run_formula
 from onepass.runtime.sizes import ceil_div
 
@@ -71,6 +72,29 @@ def run_sequences(
     if not final:
         return rows.view(shapes.y)  # type: ignore[no-any-return]
     return rows[0].view(shapes.y), rows[1].view(*(documents or shapes.y[:1]), *shapes.state)
+
+
+def chunk_by_chunk(
+    rule: Callable[..., tuple[Tensor, Tensor]], tokens: Sequence[Tensor], states: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `rule` makes of tokens [B, S, ...], first states and boundaries: y and the last states.
+
+    Under `batch_invariant()` each chunk is a call of its own, as products of other shapes have other bits.
+    """
+    if not invariant() or not tokens[0].numel():
+        return rule(tokens, states, cu_seqlens)
+    B, S = tokens[0].shape[:2]
+    ys: list[Tensor] = []
+    last: list[Tensor] = []
+    for row in range(B):
+        for first, end in documents_in_turn(cu_seqlens, S, "a rule of states by PyTorch's operators"):
+            state = None if states is None else states[len(last) : len(last) + 1]
+            for at in range(first, max(end, first + 1), CHUNK):  # one chunk of a document without tokens
+                y, state = rule([t[row : row + 1, at : min(at + CHUNK, end)] for t in tokens], state, None)
+                ys.append(y[0])
+            assert state is not None
+            last.append(state)
+    return torch.cat(ys).unflatten(0, (B, S)), torch.cat(last)
 
 
 def slots_of(cu_seqlens: Tensor, S: int) -> Slots:

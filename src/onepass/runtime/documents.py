@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.checks import check_device
 from onepass.runtime.dispatch import has_address, under_functorch
 from onepass.runtime.process_setting import validating
@@ -59,6 +60,15 @@ def ranges_of(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """Return each document's first token and its end. Only where they `are_readable`."""
     boundaries = cu_seqlens.tolist()
     return list(pairwise(boundaries))
+
+
+def documents_in_turn(cu_seqlens: Tensor | None, S: int, what: str) -> list[tuple[int, int]]:
+    """Return the ranges of S tokens that are computed apart under `batch_invariant()`. what: names who can't, in an error."""
+    if cu_seqlens is None:
+        return [(0, S)]
+    if not are_readable(cu_seqlens):
+        refuse(what, "the host can't read where documents begin")
+    return ranges_of(cu_seqlens)
 
 
 def document_of(cu_seqlens: Tensor, T: int) -> Tensor:

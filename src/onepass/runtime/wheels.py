@@ -8,6 +8,10 @@ from importlib import import_module, metadata
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
+# why `batch_invariant()` refuses a wheel of Triton's or TileLang's kernels
+TUNED = (
+    "its kernels are tuned by trial in each process and cut chunks by the whole row; backend='torch' keeps the promise on a CPU"
+)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -27,6 +27,7 @@ from onepass.integrations.huggingface.rotation import globals_with
 from onepass.ops.attention.attention import unsupported
 from onepass.ops.loss.kept_rows import can_count
 from onepass.runtime.backend import choose
+from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.documents import are_readable, are_right
 
 NAME = "onepass"
@@ -212,6 +213,7 @@ def _by_mask(
     """Return y by transformers' sdpa, or by the model's own eager code where there is a softcap or sinks."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    refuse("attention of fewer queries than keys, or by a mask", "PyTorch's attention chooses kernels by the sizes of the batch")
     given = {name: value for name, value in (taken | {"position_bias": position_bias}).items() if value is not None}
     if "softcap" not in given and "s_aux" not in given:
         return sdpa_attention_forward(module, query, key, value, mask, is_causal=causal, **given)[0]

@@ -26,7 +26,7 @@ from onepass.integrations.huggingface.layers import LayerMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import Function, own_forward, parameters_of, probe, probe_forward, shallow
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
-from onepass.ops.attention.attention import LONGEST
+from onepass.ops.attention.arguments import LONGEST
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.runtime.backend import choose
 

@@ -10,11 +10,13 @@ from torch import Tensor
 from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.layout import is_sequence_first
 from onepass.ops.attention.rope_kernels import check_tables, check_weights
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.documents import check_documents, check_longest
 from onepass.runtime.op import Call
 
 Window = int | tuple[int | None, int | None] | None
+LONGEST = 1 << 20  # tokens
 
 
 def head_size(qkv: Tensor, heads: int, groups: int | None, gated: bool = False) -> int:
@@ -47,7 +49,7 @@ class AttentionCall(NamedTuple):
 
 
 def make_options(call: AttentionCall | Call, in_order: bool = True, kernels: str = "") -> AttentionOptions:
-    """Return the options. A window as long as the tokens is none."""
+    """Return the options. A window as long as the tokens is none, unless a document must not see how many there are."""
     qkv, heads, groups, scale, window = call.qkv, call.heads, call.groups, call.scale, call.window
     if scale is None:
         scale = head_size(qkv, heads, groups, call.gated) ** -0.5
@@ -57,7 +59,7 @@ def make_options(call: AttentionCall | Call, in_order: bool = True, kernels: str
         left, right = window - 1, 0
     else:
         left, right = (-1 if side is None else side for side in window)
-    furthest = qkv.shape[1] - 1
+    furthest = LONGEST if invariant() else qkv.shape[1] - 1
     left, right = -1 if 0 <= left >= furthest else left, -1 if 0 < right >= furthest else right
     by_group = bool(call.by_group)
     return AttentionOptions(

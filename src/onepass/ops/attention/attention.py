@@ -30,7 +30,7 @@ from torch import Tensor
 
 from onepass.gradients.vectors import contiguous_param, saved_vectors
 from onepass.kernels.language import kernels_unsupported
-from onepass.ops.attention.arguments import AttentionCall, Window, check_arguments, head_size, make_options
+from onepass.ops.attention.arguments import LONGEST, AttentionCall, Window, check_arguments, head_size, make_options
 from onepass.ops.attention.backward import BackwardCall, attend_backward, backward_tiles, sinks_gradient
 from onepass.ops.attention.by_cudnn import (
     attend_backward_by_cudnn,
@@ -42,6 +42,7 @@ from onepass.ops.attention.by_flash import attend_backward_by_flash, attend_by_f
 from onepass.ops.attention.by_pytorch import attend_by_pytorch
 from onepass.ops.attention.choice import CUDNN, FLASH, PYTORCH, backward_kernels, forward_kernels, in_order, pytorch_is_faster
 from onepass.ops.attention.formula import (
+    TILE,
     AttentionOptions,
     Weights,
     attention_formula,
@@ -67,6 +68,7 @@ from onepass.ops.attention.rope_norm import weight_grads
 from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 from onepass.ops.attention.sharding import shard_attention
 from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, product_type
 from onepass.runtime.documents import tables_of_documents
 from onepass.runtime.op import Call, Registered, define_op
@@ -74,7 +76,6 @@ from onepass.runtime.sharding import has_dtensor, run_on_shards
 from onepass.runtime.sizes import shared_memory
 
 SIZES = (16, 32, 64, 80, 96, 128, 192, 256, 512)  # of heads
-LONGEST = 1 << 20  # tokens
 MOST_DOCUMENTS = 1 << 15  # and their blocks, are programs of a grid's second dimension
 _TYPES = (torch.bfloat16, torch.float16)
 
@@ -362,6 +363,8 @@ def _describe_pytorch(call: Call) -> str:
     how = "normalised and rotated" if call.q_weight is not None else f"rotated{in_place}"
     rotated = "" if call.cos is None else f", after q and k are {how}"
     rotated += ", before y's gates" if call.gated else ""
+    if invariant():
+        return f"PyTorch's products of tiles of {TILE} queries and {TILE} keys, a document at a time{rotated}"
     if call.softcap is not None or call.sinks is not None:
         return f"the PyTorch formula, all scores of a document at once{rotated}"
     return f"torch.nn.functional.scaled_dot_product_attention{rotated}"

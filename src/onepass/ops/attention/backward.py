@@ -30,6 +30,7 @@ from onepass.ops.attention.scores import (
     sees,
     store_tokens,
 )
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.sizes import ceil_div, shared_memory
 
 # ---- dq: a program owns BLOCK_M queries of one head and loops over the keys that they see ----
@@ -235,9 +236,9 @@ def dk_dv_tiles(W: int, S: int, smem: int) -> AttentionTiles:
 def backward_tiles(
     D: int, S: int, options: AttentionOptions, documents: bool, smem: int
 ) -> tuple[AttentionTiles, AttentionTiles]:
-    """Return dq's tiles, and dk's and dv's."""
+    """Return dq's tiles, and dk's and dv's: those of documents where a sequence must have the bits that it has as one."""
     W = head_block(D)
-    return dq_tiles(W, smem), dk_dv_tiles(W, 0 if documents or options.softcap else S, smem)
+    return dq_tiles(W, smem), dk_dv_tiles(W, 0 if documents or options.softcap or invariant() else S, smem)
 
 
 @lru_cache(1024)

@@ -5,7 +5,8 @@ cudnn       cuDNN's, for plain causal attention on Hopper (by_cudnn.py)
 pytorch     cuDNN's in both passes, the backward in any order, for gated attention where no fixed order is asked for (by_cudnn.py)
 flash_attn  flash-attn-4's, for heads of 128 on Hopper, plain or with a window (by_flash.py)
 
-The figures are in docs/notes/0014-attention.md. Who names a backend gets it, or the reason why not.
+The figures are in docs/notes/0014-attention.md. Who names a backend gets it, or the reason why not. Under
+`onepass.batch_invariant()` ours run alone: others choose kernels and splits by sizes, which nobody outside can hold still.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from onepass.ops.attention.by_cudnn import all_by_cudnn, backward_by_cudnn, forward_by_cudnn
 from onepass.ops.attention.by_flash import has_flash
 from onepass.ops.attention.formula import AttentionOptions, is_plain
+from onepass.runtime.batch_invariance import invariant
 
 ONEPASS, CUDNN, PYTORCH, FLASH = "onepass", "cudnn", "pytorch", "flash_attn"
 
@@ -61,7 +63,7 @@ def backward_kernels(
 
 def _is_ours(options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> bool:
     """Whether no other kernels come into question: all but causal attention, with a window or not."""
-    return cu_seqlens is not None or sinks is not None or bool(options.softcap) or options.right != 0
+    return invariant() or cu_seqlens is not None or sinks is not None or bool(options.softcap) or options.right != 0
 
 
 def _backward_by_flash(qkv: Tensor, D: int, options: AttentionOptions) -> bool:
@@ -93,7 +95,7 @@ def pytorch_is_faster(
     heads and many tokens. PyTorch's other backends take longer than ours, and in torchtitan's compiled blocks PyTorch chose one
     of those: 309 ms a step where ours took 290.
     """
-    if options.in_order or torch.compiler.is_compiling() or not is_plain(options, cu_seqlens, sinks):
+    if options.in_order or invariant() or torch.compiler.is_compiling() or not is_plain(options, cu_seqlens, sinks):
         return False
     return all_by_cudnn(qkv, D) and not _backward_by_flash(qkv, D, options)
 

@@ -1,8 +1,8 @@
-"""The formula of attention for every type, the same by PyTorch's own attention, and the parts of a fused projection."""
+"""The formula of attention for every type, the same by PyTorch's own attention and by tiles, and the parts of a projection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.ops.attention.rope_formula import QKNorm, normed_rope_formula, rope_formula
-from onepass.runtime.documents import are_readable, are_right, document_of, ranges_of, tables_of_documents
+from onepass.runtime.batch_invariance import invariant
+from onepass.runtime.documents import are_readable, are_right, document_of, documents_in_turn, ranges_of, tables_of_documents
+from onepass.runtime.sizes import ceil_div
 
 Parts = tuple[Tensor, Tensor, Tensor]
 Weights = tuple[Tensor | None, Tensor | None]  # of a norm of q's heads, and of k's
@@ -158,7 +160,9 @@ def _by_document(
     parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None, attend: Callable[..., Tensor]
 ) -> Tensor:
     """Return y [B, S, heads D]: of each document alone where the host may read the boundaries, elsewhere at once, by a mask."""
-    if cu_seqlens is not None and are_readable(cu_seqlens):
+    if invariant() and parts[0].numel():
+        y = attend_by_tiles(parts, options, cu_seqlens, sinks)
+    elif cu_seqlens is not None and are_readable(cu_seqlens):
         ranges = [(first, end) for first, end in ranges_of(cu_seqlens) if end > first] or [(0, 0)]
         y = torch.cat([attend(tuple(x[:, first:end] for x in parts), options, None, sinks) for first, end in ranges], 1)
     else:
@@ -218,4 +222,88 @@ def _hidden(options: AttentionOptions, cu_seqlens: Tensor | None, S: int, device
         document = document_of(cu_seqlens, S)
         apart = document[:, None] != document[None, :]
         hidden = apart if hidden is None else hidden | apart
+    return hidden
+
+
+# ---- by tiles, under `batch_invariant()` ----
+#
+# A document's queries and keys are taken in tiles of 64, from its first token on, the last filled up with zeros. All products,
+# exponentials and sums have the shapes of these tiles, whatever the batch is. PyTorch gives equal operands of equal shapes equal
+# bits, so a query's depend on its keys alone. A tile of padding adds zeros to gradients, before what the document's own add.
+
+TILE = 64  # tokens
+
+
+def attend_by_tiles(parts: Parts, options: AttentionOptions, cu_seqlens: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Return y [B, S, heads, D] of q [B, S, heads, D], k and v [B, S, groups, D]; q and k are rotated already."""
+    B, S = parts[0].shape[:2]
+    documents = documents_in_turn(cu_seqlens, S, "attention by PyTorch's operators")
+    ranges = [(first, end) for first, end in documents if end > first]
+    each = [_attend_document([x[row, first:end] for x in parts], options, sinks) for row in range(B) for first, end in ranges]
+    y: Tensor = torch.cat(each).unflatten(0, (B, S))
+    return y
+
+
+def _attend_document(parts: Sequence[Tensor], options: AttentionOptions, sinks: Tensor | None) -> Tensor:
+    """Return y [S, heads, D] of one document."""
+    (S, H, _), G = parts[0].shape, options.groups
+    queries, keys, values = (in_tiles(x, G) for x in parts)
+    ys = [attend_tile(tile, at, keys, values, options, sinks, S) for at, tile in enumerate(queries)]
+    by_token: Tensor = torch.stack(ys).unflatten(2, (H // G, TILE)).permute(0, 3, 1, 2, 4)
+    return by_token.flatten(2, 3).flatten(0, 1)[:S].to(parts[0].dtype)
+
+
+def in_tiles(x: Tensor, groups: int) -> tuple[Tensor, ...]:
+    """Return tokens [S, heads, D] as tiles [groups, heads / groups * TILE, D], in fp32 or wider."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % TILE)).to(torch.promote_types(x.dtype, torch.float32))
+    tiles = x.unflatten(1, (groups, -1)).unflatten(0, (-1, TILE)).permute(0, 2, 3, 1, 4)
+    return tuple(tiles.flatten(2, 3).contiguous().unbind())
+
+
+def attend_tile(
+    queries: Tensor, at: int, keys: Sequence[Tensor], values: Sequence[Tensor], options: AttentionOptions,
+    sinks: Tensor | None, end: int,
+) -> Tensor:  # fmt: skip
+    """Return y of a document's tile of queries, its number `at`, whose keys end at `end`. Queries past that see anything."""
+    G, share, left, right = options.groups, options.heads // options.groups, options.left, options.right
+    first = 0 if left < 0 else max(0, at * TILE - left) // TILE
+    stop = len(keys) if right < 0 else min(len(keys), ceil_div((at + 1) * TILE + right, TILE))
+    scores = []
+    for number in range(first, stop):
+        products = torch.bmm(queries, keys[number].mT) * options.scale
+        if options.softcap:
+            products = options.softcap * torch.tanh(products / options.softcap)
+        hidden = _hidden_in_tile(at, number, options, end, queries.device)
+        scores.append(products if hidden is None else products.masked_fill(hidden.repeat(share, 1), float("-inf")))
+    tops = [each.detach().amax(-1, keepdim=True) for each in scores]
+    if sinks is not None:  # one more key, whose value is 0
+        sink = sinks.to(queries.dtype).view(G, share, 1).expand(G, share, TILE).reshape(G, -1, 1)
+        tops.append(sink.detach())
+    top = torch.stack(tops).amax(0)
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    total = None if sinks is None else torch.exp(sink - top)
+    y = None
+    for score, value in zip(scores, values[first:stop], strict=True):
+        weights = torch.exp(score - top)
+        part, own = weights.sum(-1, keepdim=True), torch.bmm(weights, value)
+        total, y = part if total is None else total + part, own if y is None else y + own
+    assert y is not None and total is not None
+    return y / total
+
+
+def _hidden_in_tile(at: int, number: int, options: AttentionOptions, end: int, device: torch.device) -> Tensor | None:
+    """Return [TILE, TILE], true where a query of tile `at` doesn't see a key of tile `number`, or None where all see all."""
+    left, right = options.left, options.right
+    ahead = (number - at) * TILE  # of a tile's first key, from its first query
+    seen_right = right < 0 or ahead + TILE - 1 <= right
+    if seen_right and (left < 0 or ahead - TILE + 1 >= -left) and (right == 0 or (number + 1) * TILE <= end):
+        return None
+    places = torch.arange(TILE, device=device)
+    apart = ahead + places[None, :] - places[:, None]
+    hidden = torch.zeros_like(apart, dtype=torch.bool) if right < 0 else apart > right
+    if left >= 0:
+        hidden = hidden | (apart < -left)
+    if right != 0:  # causal queries see no padding, but themselves
+        padding = number * TILE + places[None, :] >= end
+        hidden = hidden | (padding & (at * TILE + places[:, None] < end))
     return hidden

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.kernels.language import kernels_unsupported
-from onepass.ops.attention.arguments import check_tables_of
-from onepass.ops.attention.attention import LONGEST, MOST_DOCUMENTS, SIZES
+from onepass.ops.attention.arguments import LONGEST, check_tables_of
+from onepass.ops.attention.attention import MOST_DOCUMENTS, SIZES
 from onepass.ops.attention.backward import BackwardCall, attend_backward, backward_tiles
 from onepass.ops.attention.by_cudnn import all_by_cudnn, attend_backward_in_any_order, attend_by_cudnn
 from onepass.ops.attention.choice import in_order
@@ -36,6 +36,7 @@ from onepass.ops.attention.layout import as_readable
 from onepass.ops.attention.rope_formula import rope_formula
 from onepass.ops.attention.sharding import table_split
 from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, product_type, under_functorch
 from onepass.runtime.documents import check_documents, tables_of_documents
@@ -156,7 +157,7 @@ def _forward_fake(
 
 def _by_cudnn(q: Tensor, options: LatentOptions, cu_seqlens: Tensor | None) -> bool:
     """Whether cuDNN's attention is faster both ways, and may run."""
-    return cu_seqlens is None and not options.in_order and all_by_cudnn(q, q.shape[-1])
+    return cu_seqlens is None and not (options.in_order or invariant()) and all_by_cudnn(q, q.shape[-1])
 
 
 class LatentKept(NamedTuple):

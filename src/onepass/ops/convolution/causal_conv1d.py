@@ -28,9 +28,11 @@ from onepass.ops.convolution import kernels
 from onepass.ops.convolution.kernels import ConvKept
 from onepass.ops.convolution.tiles import MOST_ROWS, PIECES, WIDEST_HEAD, ConvOptions, backward_tiles, chunk_rows, forward_tiles
 from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.checks import check_device, check_eps, check_floating, check_vector
+from onepass.runtime.chunks import CHUNK
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable
-from onepass.runtime.documents import check_documents, positions_within
+from onepass.runtime.documents import check_documents, documents_in_turn, positions_within
 from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sharding import (
@@ -315,9 +317,8 @@ def causal_conv1d(
         return run_other("causal_conv1d", chosen, **given)  # type: ignore[no-any-return]
     ys: tuple[Tensor, ...]
     if chosen == "torch" or x.numel() == 0:
-        since = None if cu_seqlens is None else positions_within(cu_seqlens, x.shape[-2])
         sizes, heads = x.shape[-1:] if split is None else split, _heads_of(split, l2_norm)
-        ys = _by_formula(x, weight, bias, since, activation, sizes, heads, eps)
+        ys = _by_formula(x, weight, bias, cu_seqlens, activation, sizes, heads, eps)
     else:
         since = None if cu_seqlens is None else document_positions(cu_seqlens, x.shape[-2])
         options = _options(x, activation, split, l2_norm, eps)
@@ -330,18 +331,39 @@ def causal_conv1d(
 
 
 def _by_formula(
-    x: Tensor, weight: Tensor, bias: Tensor | None, since: Tensor | None, activation: str | None, sizes: Sequence[int],
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, activation: str | None, sizes: Sequence[int],
     heads: Sequence[int], eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`run_formula` of whole sequences, which are its rows."""
-    shape = x.shape[-2:]
+    since = None if cu_seqlens is None else positions_within(cu_seqlens, x.shape[-2])
+    shape, options = x.shape[-2:], (activation, sizes, heads, eps)
 
     def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        ys = _formula(x.unflatten(-1, shape), weight, bias, since, activation, sizes, heads, eps)
+        x = x.unflatten(-1, shape)
+        ys = (
+            _by_chunks(x, weight, bias, cu_seqlens, options)
+            if invariant() and x.numel()
+            else _formula(x, weight, bias, since, *options)
+        )
         return tuple([y.flatten(-2) for y in ys])
 
     ys = run_formula(formula, "input", x.flatten(-2), shared=with_fp32_grads(weight, bias))
     return tuple([y.unflatten(-1, (shape[0], size)) for y, size in zip(ys, sizes, strict=True)])
+
+
+def _by_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, options: tuple[Any, ...]
+) -> list[Tensor]:
+    """Return `_formula`'s pieces of chunks of `CHUNK` rows from a document's first on: tensors of other sizes have other bits."""
+    S, W = x.shape[-2], weight.shape[-1]
+    chunks = []
+    for row in x.reshape(-1, *x.shape[-2:]):
+        for first, end in documents_in_turn(cu_seqlens, S, "causal_conv1d by PyTorch's operators"):
+            own = F.pad(row[first:end], (0, 0, W - 1, (first - end) % CHUNK))
+            for at in range(0, end - first, CHUNK):
+                ys = _formula(own[at : at + CHUNK + W - 1], weight, bias, None, *options)
+                chunks.append([y[W - 1 : W - 1 + min(CHUNK, end - first - at)] for y in ys])
+    return [torch.cat(piece).view(*x.shape[:-1], -1) for piece in zip(*chunks, strict=True)]
 
 
 define_op(

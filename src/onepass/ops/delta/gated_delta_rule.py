@@ -11,7 +11,7 @@ Kernels  none of ours: those of FlashQLA or FLA (ops/delta/by_wheels.py), whose 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,14 @@ from onepass.ops.delta import by_wheels
 from onepass.ops.delta.by_wheels import DeltaInputs, DeltaKept, DeltaOptions
 from onepass.ops.delta.chunks import chunked_delta_rule
 from onepass.runtime.backend import NATIVE, choose, current_backend, find_op, register_backend, run_other
+from onepass.runtime.batch_invariance import invariant, refuse
 from onepass.runtime.checks import check_device, check_floating, check_number
-from onepass.runtime.chunks import SequenceShapes, run_sequences
+from onepass.runtime.chunks import SequenceShapes, chunk_by_chunk, run_sequences
 from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.documents import check_documents
 from onepass.runtime.op import Call, Reason, Registered, define_op
 from onepass.runtime.sharding import WHOLE, Layout, Split, all_as, first_split, has_dtensor, run_on_shards, split_output
-from onepass.runtime.wheels import find_wheel
+from onepass.runtime.wheels import TUNED, find_wheel
 
 _Result = Tensor | tuple[Tensor, Tensor]
 
@@ -234,6 +235,8 @@ def gated_delta_rule(
 
 
 def _by_wheel(inputs: DeltaInputs, options: DeltaOptions) -> _Result:
+    if invariant():
+        refuse(f"gated_delta_rule by {by_wheels.wheel_title(options.wheel)}", TUNED)
     if needs_grad(*inputs[:6]):
         y, *final = _apply(*inputs, options)
     else:
@@ -245,7 +248,10 @@ def _by_formula(inputs: DeltaInputs, scale: float, final: bool) -> _Result:
     q, k, v, g, beta, state, cu_seqlens = inputs
 
     def formula(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        return chunked_delta_rule(q, k, v, g, beta, first, cu_seqlens, scale)
+        return chunk_by_chunk(rule, (q, k, v, g, beta), first, cu_seqlens)
+
+    def rule(tokens: Sequence[Tensor], first: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        return chunked_delta_rule(*tokens, first, cu_seqlens, scale)  # type: ignore[call-arg, arg-type]
 
     shapes = SequenceShapes(v.shape, (v.shape[2], k.shape[3], v.shape[3]))
     return run_sequences(formula, (q, k, v, g, beta), state, shapes, cu_seqlens, final)

@@ -11,7 +11,7 @@ Kernels  none of ours: those of mamba-ssm or FLA (ops/scan/by_wheels.py), whose 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from onepass.ops.scan import by_wheels
 from onepass.ops.scan.by_wheels import ScanGradients
 from onepass.ops.scan.chunks import ScanInputs, ScanOptions, chunked_scan
 from onepass.runtime.backend import NATIVE, choose, current_backend, find_op, register_backend, run_other
+from onepass.runtime.batch_invariance import invariant, refuse
 from onepass.runtime.checks import check_device, check_floating, check_number
-from onepass.runtime.chunks import SequenceShapes, run_sequences
+from onepass.runtime.chunks import SequenceShapes, chunk_by_chunk, run_sequences
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
 from onepass.runtime.documents import check_documents
 from onepass.runtime.op import Call, Reason, Registered, define_op
@@ -40,7 +41,7 @@ from onepass.runtime.sharding import (
     split_output,
     sum_over,
 )
-from onepass.runtime.wheels import find_wheel
+from onepass.runtime.wheels import TUNED, find_wheel
 
 _Result = Tensor | tuple[Tensor, Tensor]
 _NO_LIMIT = (0.0, float("inf"))
@@ -267,6 +268,8 @@ def _with_fp32_grads(inputs: ScanInputs) -> ScanInputs:
 
 
 def _by_wheel(inputs: ScanInputs, options: ScanOptions) -> _Result:
+    if invariant():
+        refuse(f"mamba_chunk_scan by {by_wheels.wheel_title(options.wheel)}", TUNED)
     inputs = _with_fp32_grads(inputs)
     if needs_grad(*inputs[:8]):
         y, *final = _apply(*inputs, options)
@@ -280,7 +283,12 @@ def _by_formula(inputs: ScanInputs, options: ScanOptions) -> _Result:
 
     def formula(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, first: Tensor | None, *vectors: Any) -> tuple[Tensor, Tensor]:
         A, D, dt_bias = vectors
-        return chunked_scan(ScanInputs(x, dt, A, B, C, D, dt_bias, first, cu_seqlens), options)
+
+        def rule(tokens: Sequence[Tensor], first: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+            x, dt, B, C = tokens
+            return chunked_scan(ScanInputs(x, dt, A, B, C, D, dt_bias, first, cu_seqlens), options)
+
+        return chunk_by_chunk(rule, (x, dt, B, C), first, cu_seqlens)
 
     shapes = SequenceShapes(x.shape, (*x.shape[2:], B.shape[3]))
     return run_sequences(formula, (x, dt, B, C), states, shapes, cu_seqlens, options.final, (A, D, dt_bias))
