@@ -72,9 +72,9 @@ def torch_sgd(model):
     return optimizer, update
 
 
-def onepass_adamw(model):
+def onepass_adamw(model, **options):
     main_grads = MainGrads(model)
-    optimizer = AdamW(main_grads, lr=lr())
+    optimizer = AdamW(main_grads, lr=lr(), **options)
 
     def update():
         main_grads.finish()
@@ -102,6 +102,7 @@ OPTIMIZERS = {
     "fused AdamW": lambda model: torch_adamw(model, fused=True),
     "SGD": torch_sgd,
     "onepass.AdamW": onepass_adamw,
+    "onepass.AdamW in 8 bits": lambda model: onepass_adamw(model, moments="8bit"),
     "MasterWeights": master_weights,
 }
 

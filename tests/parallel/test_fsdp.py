@@ -296,6 +296,28 @@ def test_adamw_on_shards_is_torchs_and_so_are_its_checkpoints(group, tmp_path):
         assert close(weights(model), weights(theirs[0])), (kind, source)
 
 
+def test_moments_in_eight_bits_on_shards(group):
+    """The first rank's have the bits of the whole; others draw by their own places."""
+    device, found = mesh().device_type, []
+    for divided in (False, True):
+        generator = torch.Generator().manual_seed(1)
+        model = nn.Sequential(nn.Linear(512, 6, dtype=BF16), nn.Linear(6, 256, dtype=BF16))
+        for p in model.parameters():
+            p.data = torch.randn(p.shape, generator=generator).to(BF16)
+        model = fully_shard(model.to(device), mesh=mesh()) if divided else model.to(device)
+        optimizer = ShardedAdamW(model.parameters(), lr=0.1, moments="8bit", masters=True)
+        for _ in range(3):
+            for p in model.parameters():
+                gradient = torch.randn(p.shape, generator=generator).to(device, BF16)
+                p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if divided else gradient
+            optimizer.step(max_norm=1e9, norm=torch.ones((), device=device))
+        found.append([p.detach().to_local() if divided else p.detach() for p in model.parameters()])
+        assert any(name.endswith("code") for state in optimizer.state_dict()["state"].values() for name in state)
+    for whole, part in zip(*found, strict=True):
+        expected = whole.chunk(dist.get_world_size())[dist.get_rank()]
+        assert torch.equal(part, expected) if not dist.get_rank() else error_of(part, expected) < 1e-2
+
+
 def test_a_rank_without_a_part_counts_steps_too(group):
     """Or a checkpoint would have the count of that rank."""
     model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 1, bias=False))
