@@ -315,7 +315,11 @@ def test_moments_in_eight_bits_on_shards(group):
         assert any(name.endswith("code") for state in optimizer.state_dict()["state"].values() for name in state)
     for whole, part in zip(*found, strict=True):
         expected = whole.chunk(dist.get_world_size())[dist.get_rank()]
-        assert torch.equal(part, expected) if not dist.get_rank() else error_of(part, expected) < 1e-2
+        assert (
+            torch.equal(part, expected)
+            if not dist.get_rank()
+            else (part - expected).float().norm() < 1e-2 * expected.float().norm()
+        )
 
 
 def test_a_rank_without_a_part_counts_steps_too(group):
