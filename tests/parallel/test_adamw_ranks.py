@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.meeting import error_of, gather
+from parallel.meeting import drawn, error_of, formulas_on_cpus, gather
 from parallel.mixed_model import BF16, BYTES, FP32, Mixed, backwards
 from parallel.poisoned import poisoned
 
@@ -144,17 +144,15 @@ def test_moments_in_eight_bits_are_those_of_one_rank(group, offload):
     """Blocks and draws are the parameter's own, wherever ranks cut it."""
     found = []
     for shard in (False, True):
-        generator = torch.Generator().manual_seed(1)
-        weights = [
-            torch.nn.Parameter(torch.randn(shape, generator=generator).to(BF16)) for shape in ((24, 256), (300,), (7, 512))
-        ]
+        draw = partial(drawn, torch.randn, generator=torch.Generator().manual_seed(1))
+        weights = [torch.nn.Parameter(draw(shape).to(BF16)) for shape in ((24, 256), (300,), (7, 512))]
         main_grads = MainGrads(weights, shard=shard)
         optimizer = AdamW(main_grads, **OPTIONS, moments="8bit", offload=offload if shard else None)
-        with onepass.use_backend("torch"):
+        with formulas_on_cpus():
             for _ in range(3):
                 main_grads.zero_()
                 for weight in weights:
-                    weight.main_grad.copy_(torch.randn(weight.shape, generator=generator))
+                    weight.main_grad.copy_(draw(weight.shape))
                 main_grads.finish()
                 optimizer.step()
         stored = [(parameter is weights[0], start, state.stored) for parameter, state, start in optimizer.parameter_states()]

@@ -303,12 +303,12 @@ def test_moments_in_eight_bits_on_shards(group):
         generator = torch.Generator().manual_seed(1)
         model = nn.Sequential(nn.Linear(512, 6, dtype=BF16), nn.Linear(6, 256, dtype=BF16))
         for p in model.parameters():
-            p.data = torch.randn(p.shape, generator=generator).to(BF16)
+            p.data = drawn(torch.randn, p.shape, generator=generator).to(BF16)
         model = fully_shard(model.to(device), mesh=mesh()) if divided else model.to(device)
         optimizer = ShardedAdamW(model.parameters(), lr=0.1, moments="8bit", masters=True)
         for _ in range(3):
             for p in model.parameters():
-                gradient = torch.randn(p.shape, generator=generator).to(device, BF16)
+                gradient = drawn(torch.randn, p.shape, generator=generator).to(BF16)
                 p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if divided else gradient
             optimizer.step(max_norm=1e9, norm=torch.ones((), device=device))
         found.append([p.detach().to_local() if divided else p.detach() for p in model.parameters()])

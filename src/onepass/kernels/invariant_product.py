@@ -139,13 +139,15 @@ class _InvariantProducts:
         """Write alpha * x @ b + beta * start + bias to `out`."""
         start = out if start is None else start
         strides = x.stride(0), b.stride(0 if self.kind.by_rows else 1), start.stride(0), out.stride(0)
-        self.call(algorithm, x.shape[0], *strides).run(x, b, out, bias, start, alpha, beta)
+        self.call(algorithm, (x.shape[0], out.shape[1], x.shape[1]), *strides).run(x, b, out, bias, start, alpha, beta)
 
-    def call(self, algorithm: Algorithm, M: int, of_x: int, of_b: int, of_start: int, of_out: int) -> _PreparedCall:
-        """Return what calls of so many rows, and of matrices with these strides, share."""
-        kind = self.kind
-        matrices = _matrices(kind.dtype, kind.out_dtype, kind.by_rows, (M, kind.N, kind.K), (of_x, of_b, of_out))
-        start = _matrix(kind.out_dtype, kind.N, M, of_start)
+    def call(
+        self, algorithm: Algorithm, sizes: tuple[int, int, int], of_x: int, of_b: int, of_start: int, of_out: int
+    ) -> _PreparedCall:
+        """Return what calls on matrices of these sizes and strides share."""
+        kind, (M, N, _) = self.kind, sizes
+        matrices = _matrices(kind.dtype, kind.out_dtype, kind.by_rows, sizes, (of_x, of_b, of_out))
+        start = _matrix(kind.out_dtype, N, M, of_start)
         number = c_double if kind.sums == _IN_FP64 else c_float
         return _PreparedCall(self._library, kind.device, self._handle, self._product, matrices, start, algorithm, number)
 
@@ -188,7 +190,8 @@ def _prepare(key: tuple[Any, ...]) -> _PreparedCall:
     *kind, M, of_x, of_b, of_start, of_out = key
     products = _products(_Kind(*kind))
     known = products.algorithm(M)
-    call = products.call(known or products.reference, M, of_x, of_b, of_start, of_out)
+    sizes = M, products.kind.N, products.kind.K
+    call = products.call(known or products.reference, sizes, of_x, of_b, of_start, of_out)
     if known is not None:
         if len(_calls) >= _CALLS:
             _calls.clear()
