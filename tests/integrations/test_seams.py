@@ -8,6 +8,7 @@ import pytest
 
 from onepass.integrations import seams as module
 from onepass.integrations.seams import SeamError, Seams
+from onepass.runtime.batch_invariance import invariant
 
 
 def theirs():
@@ -143,6 +144,23 @@ def test_undo_in_another_order(package):
     first.undo()
     second.undo()
     assert package["acme.mlp"].run is theirs
+
+
+def test_the_switch_is_on_until_undo(package):
+    seams = _seams()
+    with pytest.raises(SeamError, match=r"no acme\.ops\.walk"), seams.all_or_nothing():
+        seams.make_invariant() or seams.rebind("acme.ops", "walk", ours)
+    assert not invariant()
+    first, second = _seams(), Seams("acme", tested="1.4.2")
+    first.rebind("acme.ops", "run", ours)
+    first.make_invariant()
+    second.rebind("acme.ops", "Layer.forward", lambda self: "ours")
+    second.make_invariant()
+    assert "  onepass.batch_invariant(): on, of the process\n  left: other code of models: " in str(first)
+    first.undo()
+    assert invariant() and "on, of the process" not in str(first)
+    second.undo()
+    assert not invariant()
 
 
 def test_a_newer_version_warns_once(package):

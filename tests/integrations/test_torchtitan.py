@@ -37,6 +37,8 @@ from parallel.worlds import found_by
 import onepass
 from onepass.integrations import seams
 from onepass.integrations.seams import SeamError
+from onepass.runtime.batch_invariance import invariant
+from onepass.testing.invariance import check_batches
 
 pytestmark = pytest.mark.filterwarnings("default")  # torchtitan's and its dependencies' own
 
@@ -580,6 +582,24 @@ def of_block(kind=llama3.Llama3TransformerBlock, size=8, **options):
 
 SQUARED = Squared.Config(in_features=8, out_features=8)
 FEED_FORWARD = {"w1": new_linear(), "w3": new_linear()}
+
+
+def test_a_block_under_the_switch():
+    """A sequence's rows, and their part of the gradient, don't depend on the sequences beside it."""
+    config = of_block(feed_forward=feed_forward.FeedForward.Config(**FEED_FORWARD, w2=new_linear()))
+    with pytest.raises(NotImplementedError, match=r"block can't replace .*a precision must have scales by row"):
+        onepass_titan.block(config, precision="fp8", batch_invariant=True)
+    assert not invariant()
+    try:
+        made = onepass_titan.block(config, batch_invariant=True).build()
+        assert invariant()
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter)
+        check_batches(made, torch.randn(6, 12, 8), None, splits=8).raise_if_different()
+    finally:
+        onepass.batch_invariant(False)
+
+
 REFUSED = [
     ("norm", Scaled.Config(normalized_shape=8), r"Scaled\.Config .*RMSNorm\.Config alone"),
     ("feed_forward", AllGatherFusedFeedForward.Config(**FEED_FORWARD, w2=new_linear()), r"AllGatherFusedFeedForward\.Config"),

@@ -1,6 +1,6 @@
 """TRL's trainers with its fused head replaced, beside TRL as it is."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from onepass.integrations import huggingface
 from onepass.integrations import trl as onepass_trl
 from onepass.integrations.huggingface import linears
 from onepass.integrations.seams import SeamError
+from onepass.runtime.batch_invariance import invariant
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL's, transformers' and accelerate's own
 
@@ -286,6 +287,63 @@ def test_an_fp32_head():
     weight.ds_id = 0
     with installed(fp32_head=True), pytest.raises(ValueError, match=r"fp32_head must be False under DeepSpeed ZeRO-3"):
         trl_utils._ChunkedLogProbFunction.apply(*given)
+
+
+# ---- equal bits ----
+
+
+def completions():
+    """Rows of several lengths, padded on both sides: input_ids, attention_mask, and how many columns a completion has."""
+    ids = torch.randint(3, 64, (5, 11), generator=torch.Generator().manual_seed(3))
+    prompts, answers = torch.tensor([[5, 2, 4, 1, 3], [6, 3, 1, 6, 4]])
+    columns = torch.arange(11)
+    mask = (columns >= 5 - prompts[:, None]) & (columns < 5 + answers[:, None])
+    return torch.where(mask, ids, 0), mask.long(), 6
+
+
+@every_trainer
+@pytest.mark.parametrize("lora", (False, True))
+def test_log_probabilities_do_not_depend_on_the_microbatch(lora, tmp_path):
+    """Of the policy, and of its reference: a copy, or the model with its adapters disabled."""
+    peft = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    trainer = new_trainer("GRPO", new_model(), tmp_path, peft=peft)
+    reference = trainer.model if lora else new_model().eval()
+    if not lora:
+        trl_utils.add_fused_lm_head(reference, outputs=("log_probs", "entropy"))
+    applied = [
+        huggingface.apply(model, batch_invariant=True) for model in {id(m): m for m in (trainer.model, reference)}.values()
+    ]
+
+    def computed(model, size):
+        return trainer._get_per_token_logps_and_entropies(model, *completions(), batch_size=size, compute_entropy=True)[:2]
+
+    try:
+        with installed(batch_invariant=True), torch.no_grad():
+            for model in (trainer.model.train(), trainer.model.eval(), reference):
+                with model.disable_adapter() if lora and model is reference else nullcontext():
+                    whole = computed(model, 5)
+                    for size in (1, 2, 3):
+                        assert all(map(torch.equal, computed(model, size), whole))
+    finally:
+        for each in applied:
+            each.undo()
+    assert not invariant()
+
+
+@every_trainer
+def test_a_run_by_the_switch(tmp_path):
+    before = run("SFT", tmp_path)
+    with installed(batch_invariant=True) as seams:
+        assert invariant() and "onepass.batch_invariant(): on, of the process" in str(seams)
+        assert_alike(run("SFT", tmp_path), before)
+    assert not invariant()
+
+
+def test_zero_3_has_no_equal_bits():
+    hidden, weight, _, targets = operands()
+    weight.ds_id = 0
+    with installed(batch_invariant=True), pytest.raises(RuntimeError, match="the head under DeepSpeed ZeRO-3 can't run under"):
+        trl_utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 0.7, 32)
 
 
 # ---- install and undo ----

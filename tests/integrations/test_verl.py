@@ -18,6 +18,7 @@ from parallel.worlds import found_by
 import onepass
 from onepass.integrations import verl as onepass_verl
 from onepass.integrations.seams import SeamError
+from onepass.runtime.batch_invariance import invariant
 
 pytestmark = pytest.mark.filterwarnings("default")  # verl's and Megatron's own
 
@@ -163,6 +164,25 @@ def test_the_output_processor_over_ranks(ranks, sequence):
         mine = dhidden.chunk(2)[rank] if sequence else dhidden
         assert_alike(found[sequence], (log_prob, entropy, mine, dweight.chunk(2)[rank]))
         assert "fused_output_processor: onepass.integrations.verl.FusedOutputProcessor" in found["said"]
+
+
+# ---- equal bits ----
+
+
+@pytest.mark.parametrize("door", ("function", "module"))
+def test_log_probabilities_do_not_depend_on_the_microbatch(door):
+    hidden, weight, labels = operands(37)
+    with installed(batch_invariant=True) as seams:
+        assert invariant() and "onepass.batch_invariant(): on, of the process" in str(seams)
+        call = kernel.linear_cross_entropy if door == "function" else functional.FusedLinearForPPO()
+        whole = call(hidden, weight, labels, 0.7)
+        for size in (1, 5, 20):
+            parts = [call(h, weight, y, 0.7) for h, y in zip(hidden.split(size), labels.split(size), strict=True)]
+            for mine, theirs in zip(zip(*parts, strict=True), whole, strict=True):
+                assert torch.equal(torch.cat(mine), theirs)
+        with pytest.raises(RuntimeError, match=r"verl's head with a reduction.* can't run under"):
+            kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "mean")
+    assert not invariant()
 
 
 # ---- install and undo ----

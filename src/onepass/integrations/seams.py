@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from onepass.kernels.invariant_product import BatchInvariance, batch_invariant
+
 _ABSENT = object()
 _rebound: dict[tuple[int, str], str] = {}  # seams that are ours now, over all packages, and who has rebound them
 _warned: set[str] = set()
@@ -78,6 +80,7 @@ class Seams:
         self.version = _version(package, self.root)
         self.bindings: list[Binding] = []
         self.left: list[tuple[str, str]] = []
+        self._invariance: BatchInvariance | None = None
         if _numbers(self.version) > _numbers(tested) and package not in _warned:
             _warned.add(package)
             warnings.warn(
@@ -119,6 +122,11 @@ class Seams:
 
     def leave(self, seam: str, why: str) -> None:
         self.left.append((seam, why))
+
+    def make_invariant(self) -> None:
+        """Turn `onepass.batch_invariant()` on, for the whole process, until `undo`."""
+        self._invariance = batch_invariant()
+        self.leave("other code of models", "its bits may depend on the batch: docs/equal-bits.md")
 
     def _bind(self, binding: Binding, copies: bool = False) -> None:
         if binding.key in _rebound:
@@ -171,6 +179,9 @@ class Seams:
                 for copy, name in self._copies(binding.now):
                     setattr(copy, name, binding.before)
         self.bindings.clear()
+        if self._invariance is not None:
+            self._invariance.undo()
+            self._invariance = None
 
     def __str__(self) -> str:
         def short(module: str) -> str:
@@ -180,6 +191,7 @@ class Seams:
         for binding in self.bindings:
             copies = f" (and in {', '.join(map(short, binding.copies))})" if binding.copies else ""
             lines.append(f"  {short(binding.seam)}: {_described(binding.now)}{copies}")
+        lines += ["  onepass.batch_invariant(): on, of the process"] if self._invariance is not None else []
         lines += [f"  left: {short(seam)}: {why}" for seam, why in self.left]
         return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from onepass.integrations.compiled_mlp import gated_mlp, use_gated_mlp
 from onepass.integrations.seams import SeamError
-from onepass.integrations.torchtitan_configs import TITAN, VERSION, check, check_seam, new_config, refuse
+from onepass.integrations.torchtitan_configs import TITAN, VERSION, check, check_seam, make_invariant, new_config, refuse
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.attention.attention import attention as attend
 from onepass.ops.attention.rope import rope
@@ -446,9 +446,14 @@ _BLOCKS: dict[Any, Any] = {Llama3TransformerBlock.Config: Llama3Block, Qwen3Tran
 
 
 @override(target=TransformerBlock.Config, description="onepass's attention and products, the norms in them")
-def block(config: Any, *, flex_as_documents: bool = False, precision: Precision = None) -> Any:
-    """In the place of all other overrides of a block's parts. The options are theirs."""
+def block(config: Any, *, flex_as_documents: bool = False, precision: Precision = None, batch_invariant: bool = False) -> Any:
+    """In the place of all other overrides of a block's parts. The options are theirs.
+
+    batch_invariant: turn `onepass.batch_invariant()` on, for the whole process.
+    """
     check("block", config, *_BLOCKS)
+    if batch_invariant:
+        make_invariant("block", config, precision)
     for name in ("attention_norm", "ffn_norm"):
         check(f"block, of its {name},", getattr(config, name), RMSNorm.Config)
     parts = {"attention": gqa(config.attention, flex_as_documents=flex_as_documents, precision=precision)}

@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 
 from onepass.integrations.seams import SeamError, Seams
 from onepass.integrations.tested import TESTED
+from onepass.kernels.invariant_product import batch_invariant
+from onepass.runtime.batch_invariance import invariant
+from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 TITAN = TESTED["torchtitan"][-1]
 VERSION = Seams("torchtitan", TITAN).version  # warns of a newer one
@@ -26,6 +29,15 @@ def check(name: str, config: Any, *known: Any) -> None:
         refuse(name, config, 'parallelism.spmd_backend must be "spmd_types" or "partial_dtensor", but is "full_dtensor"')
     if type(config) not in known:
         refuse(name, config, f"it takes {' or '.join(each.__qualname__ for each in known)} alone, and no subclass")
+
+
+def make_invariant(name: str, config: Any, precision: Precision) -> None:
+    """Turn `onepass.batch_invariant()` on, for the whole process. Refuse scales of all rows."""
+    recipe = recipe_of(precision)
+    if recipe is not None and recipe.scaling != "row":
+        refuse(name, config, f"with batch_invariant a precision must have scales by row, but has {recipe.scaling!r} ones")
+    if not invariant():
+        batch_invariant()
 
 
 def new_config(owner: str, stock: Any, *more: str) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 from onepass.integrations.seams import SeamError, Seams
 from onepass.integrations.tested import TESTED
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.dispatch import under_autocast
 
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
@@ -49,6 +50,7 @@ class LogProbFunction:
         hidden [N, H], weight [V, H], bias [V], targets [N]. `chunk_size` is TRL's: here the op plans.
         """
         if is_partitioned(weight):
+            refuse("the head under DeepSpeed ZeRO-3", "it stays TRL's")
             if self.fp32_head:
                 raise ValueError(
                     "fp32_head must be False under DeepSpeed ZeRO-3, where the head stays TRL's and rounds, but is True"
@@ -76,11 +78,13 @@ def is_partitioned(weight: Tensor) -> bool:
     return hasattr(weight, "ds_id")
 
 
-def install(*, fp32_head: bool = False) -> Seams:
+def install(*, fp32_head: bool = False, batch_invariant: bool = False) -> Seams:
     """Let TRL's trainers compute log-probabilities by onepass. Return what `print` shows and `undo` restores.
 
     Args:
         fp32_head: do not round logits to hidden's type. The operands of their product keep theirs.
+        batch_invariant: turn `onepass.batch_invariant()` on, for the whole process, until `undo`. Log-probabilities of a policy
+            and of its reference then don't depend on the microbatch, where `huggingface.apply` has made both models onepass's.
 
     Raises:
         SeamError: TRL is not installed, its function is not where it was or takes other arguments, or onepass is installed
@@ -94,6 +98,8 @@ def install(*, fp32_head: bool = False) -> Seams:
         _check(stock, seams.version)
     with seams.all_or_nothing():
         seams.rebind(_MODULE, _NAME, LogProbFunction(stock, fp32_head))
+        if batch_invariant:
+            seams.make_invariant()
     seams.leave("the head under DeepSpeed ZeRO-3", "backward gathers its weight again, which TRL's function does")
     if stock is not None and "outputs" not in _parameters(stock):
         seams.leave("trainers that make logits", "SFT and RLOO, and without use_liger_kernel all, until TRL 1.15")

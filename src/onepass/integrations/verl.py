@@ -28,6 +28,7 @@ from torch import Tensor
 from onepass.integrations.seams import Seams
 from onepass.integrations.tested import TESTED
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy
+from onepass.runtime.batch_invariance import refuse
 
 _FUNCTION = "verl.utils.kernel.linear_cross_entropy"
 _MODULE = "verl.utils.experimental.torch_functional"
@@ -114,15 +115,18 @@ def _logits_dtype(fp32_head: bool) -> torch.dtype | None:
 
 
 def _refuse(fp32_head: bool, where: str) -> None:
+    refuse(f"verl's head {where}", "there it is verl's own function")
     if fp32_head:
         raise ValueError(f"fp32_head must be False {where}: there the head is verl's own function and rounds logits; but is True")
 
 
-def install(*, fp32_head: bool = False) -> Seams:
+def install(*, fp32_head: bool = False, batch_invariant: bool = False) -> Seams:
     """Let verl's fused kernels be onepass's. Return what `print` shows and `undo` restores.
 
     Args:
         fp32_head: do not round logits to hidden's type. The operands of their product keep theirs.
+        batch_invariant: turn `onepass.batch_invariant()` on, for the whole process, until `undo`. Log-probabilities then don't
+            depend on the microbatch, where `huggingface.apply` has made the model onepass's.
 
     Raises:
         SeamError: verl is not installed, a name is not where it was, or onepass is installed already. verl is as it was.
@@ -139,6 +143,8 @@ def install(*, fp32_head: bool = False) -> Seams:
         else:
             processor = FusedOutputProcessor(getattr(megatron, "fused_output_processor", None), fp32_head)
             seams.rebind(_MEGATRON, "fused_output_processor", processor, optional=True)
+        if batch_invariant:
+            seams.make_invariant()
     seams.leave(
         "linear_cross_entropy over several tensor-parallel ranks",
         "it returns a part of hidden's gradient; only the output processor of Megatron-core 0.18 and newer is replaced there",

@@ -1,4 +1,4 @@
-"""apply(model, batch_invariant=True): what the report says, what can't be, and what undo leaves."""
+"""apply(model, batch_invariant=True): the bits of models, what the report says, what can't be, and what undo leaves."""
 
 import copy
 import warnings
@@ -10,8 +10,11 @@ from integrations.huggingface.families import VOCABULARY, made
 import onepass
 from onepass.integrations import huggingface
 from onepass.runtime.batch_invariance import invariant
+from onepass.testing.invariance import check_batches, check_packing
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers' and PEFT's own
 MODELS = ("Llama", "Qwen3", "Qwen3Moe")
+LENGTHS = 5, 9, 3, 12, 1
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,85 @@ def applied(request):
 
 def ids(*shape, seed=0):
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packs(*lengths):
+    return [ids(length, seed=length) for length in lengths]
+
+
+# ---- bits ----
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("family", MODELS)
+def test_rows_of_a_batch(family, training, applied):
+    model = made(family).train(training)
+    applied(model)
+    report = check_batches(model, input_ids=ids(5, 9), splits=6)
+    report.raise_if_different()
+    assert any("self_attn" in name for name in report.looked_at)
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("family", MODELS)
+def test_packed_documents(family, training, applied):
+    model = made(family).train(training)
+    applied(model)
+    check_packing(model, packs(*LENGTHS)).raise_if_different()
+
+
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("family", MODELS)
+def test_padding(family, side, applied):
+    """A row's tokens have the bits that they have alone, however many pads are beside them."""
+    model = made(family).train()
+    applied(model)
+    documents, most = packs(*LENGTHS), max(LENGTHS)
+    rows, mask = torch.zeros(len(LENGTHS), most, dtype=torch.long), torch.zeros(len(LENGTHS), most, dtype=torch.long)
+    places = [slice(most - n, None) if side == "left" else slice(n) for n in LENGTHS]
+    for at, (place, document) in enumerate(zip(places, documents, strict=True)):
+        rows[at, place], mask[at, place] = document, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    together = model(input_ids=rows, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for at, (place, document) in enumerate(zip(places, documents, strict=True)):
+        alone = model(input_ids=document[None], use_cache=False).logits[0]
+        assert torch.equal(together[at, place], alone)
+
+
+def embedding_gradient(model, rows):
+    """The gradient of the word embeddings' results: the model's input."""
+    embeddings = model.get_input_embeddings()(rows).detach().requires_grad_()
+    model(inputs_embeds=embeddings, labels=rows, use_cache=False).loss.mul(rows.numel()).backward()
+    return embeddings.grad
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_gradient_checkpointing_and_the_fused_loss(family, applied):
+    model = made(family).train()
+    applied(model)
+    rows = ids(4, 9)
+    before = model(input_ids=rows, labels=rows, use_cache=False).loss
+    kept = embedding_gradient(model, rows)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(model(input_ids=rows, labels=rows, use_cache=False).loss, before)
+    assert torch.equal(embedding_gradient(model, rows), kept)
+    check_batches(model, input_ids=rows, use_cache=False, splits=4).raise_if_different()
+
+
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_with_peft(when, applied):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = made("Llama")
+    if when == "before":
+        model = peft.get_peft_model(model, config)
+        applied(model)
+    else:
+        applied(model)
+        model = peft.get_peft_model(model, config)
+    model.train()
+    check_batches(model, input_ids=ids(5, 8), use_cache=False, splits=6).raise_if_different()
+    check_packing(model, packs(4, 7)).raise_if_different()
 
 
 # ---- the switch ----
@@ -108,14 +190,16 @@ def test_scales_of_whole_tensors_are_refused(precision):
     assert not invariant()
 
 
-def test_attention_by_transformers_warns(applied):
+def test_there_is_no_cache_unless_one_is_asked_for_which_warns(applied):
     model = made("Llama").eval()
     applied(model)
-    with pytest.warns(UserWarning, match="attention is transformers' own, whose bits may depend on the batch"):
-        model(input_ids=ids(2, 6), use_cache=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(input_ids=ids(2, 6), use_cache=False)
+        assert model(input_ids=ids(2, 6)).past_key_values is None
+    with pytest.warns(UserWarning, match="attention is transformers' own, whose bits may depend on the batch"):
+        assert model(input_ids=ids(2, 6), use_cache=True).past_key_values is not None
+    with pytest.warns(UserWarning, match="attention is transformers' own"):
+        assert model.generate(input_ids=ids(2, 6), max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (2, 9)
 
 
 # ---- the report ----

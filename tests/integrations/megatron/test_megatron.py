@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from onepass.integrations import megatron
 from onepass.integrations.seams import SeamError
+from onepass.runtime.batch_invariance import invariant
 
 megatron_core = pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_cpu", "by_formula")]
@@ -278,6 +279,13 @@ def test_undo_restores_and_twice_is_refused():
     installed.undo()
     after = mlp.bias_swiglu_impl, gpt_layer_specs.LNImpl, gpt_layer_specs.LocalSpecProvider, gpt_layer_specs.get_bias_dropout_add
     assert after == before
+
+
+def test_the_switch_is_on_until_undo():
+    installed = megatron.install(batch_invariant=True)
+    assert invariant() and "onepass.batch_invariant(): on" in str(installed)
+    installed.undo()
+    assert not invariant()
 
 
 def test_apply_twice_undo_and_logits():

@@ -29,6 +29,7 @@ from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watch
 from onepass.ops.attention.arguments import LONGEST
 from onepass.ops.attention.attention import unsupported as attention_unsupported
 from onepass.runtime.backend import choose
+from onepass.runtime.batch_invariance import invariant
 
 _INPUTS = frozenset(  # these mask nothing
     ("input_ids", "inputs_embeds", "num_items_in_batch", "shift_labels", "output_router_logits")
@@ -109,13 +110,16 @@ class Stack:
                 self.refused[str(reason)] = None
             return None
 
-    def trains_by_documents(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether this call trains, may have documents and asks for no cache: with one transformers looks for none."""
-        if not stack.training or not torch.is_grad_enabled() or "use_cache" in self.names[: len(args)]:
+    def needs_no_cache(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether this call asks for no cache, and must have none: it trains and may have documents, for which transformers does
+        not look where there is a cache; or its bits are to be its own, as those of attention with a cache are not."""
+        if "use_cache" in self.names[: len(args)]:
             return False
         given = self._given(args, options)
         packed = given.get(_POSITIONS) is not None or given.get(LENGTHS_OF_Q) is not None
-        return packed and all(given.get(name) is None for name in _CACHE)
+        if not (stack.training and torch.is_grad_enabled() and packed) and not invariant():
+            return False
+        return all(given.get(name) is None for name in _CACHE)
 
     def _given(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.names, args)), **options}  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)
@@ -464,7 +468,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _forward(self: Any, *args: Any, **options: Any) -> Any:
     stack: Stack = self._onepass
-    if stack.trains_by_documents(self, args, options):
+    if stack.needs_no_cache(self, args, options):
         options["use_cache"] = False
     marker = stack.marker(self, args, options)
     if marker is not None:

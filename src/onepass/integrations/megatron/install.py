@@ -23,7 +23,7 @@ _CORE = "megatron.core."
 
 def install(
     *, wgrad: bool = True, fusions: bool = True, experts: bool = True, permute: bool = True, norms: bool = True,
-    dropout: bool = True, rope: bool = True, loss: bool = True, optimizer: bool = True,
+    dropout: bool = True, rope: bool = True, loss: bool = True, optimizer: bool = True, batch_invariant: bool = False,
 ) -> Seams:  # fmt: skip
     """Rebind functions of megatron.core, in every module that has them. Call it before models are built.
 
@@ -38,6 +38,8 @@ def install(
         rope: rotary positions behind apply_rope_fusion.
         loss: cross-entropy behind cross_entropy_loss_fusion; cross_entropy_fusion_impl="linear" makes no logits.
         optimizer: Adam and clipping in one pass each. Those of Transformer Engine and Apex are left alone.
+        batch_invariant: turn `onepass.batch_invariant()` on, for the whole process, until `undo`. Attention must be onepass's
+            (`gpt_layer_spec`), and Transformer Engine's layers are not.
 
     Returns:
         Seams: `str` says what was replaced, and what was left and why; `undo` restores every binding.
@@ -54,6 +56,8 @@ def install(
         ):  # fmt: skip
             if wanted:
                 rebind(seams)
+        if batch_invariant:
+            seams.make_invariant()
     return seams
 
 
