@@ -1,15 +1,18 @@
 """What `onepass.batch_invariant()` costs: products by the number of rows, a model's forward of a few tokens, and steps.
 
-    python benchmarks/batch_invariance.py [--part products|forward|steps ...] [--json FILE]
+    python benchmarks/batch_invariance.py [--part bits|products|forward|steps ...] [--json FILE]
 
 One GPU, bf16. Products and forwards are replayed as CUDA graphs, some calls at a time, so that the CPU doesn't count; "CPU us"
 is that of a call. Steps are those of benchmarks/gpt.py's 1B, of whole sequences and of packed documents, optimizer included.
-Beside times it says which numbers of rows gave a row other bits than among many.
+Beside times it says which numbers of rows gave a row other bits than among many. "bits" compares whole models, forward and
+backward, in 50 parts of a batch and packed: 124M, 1B, and four layers of Qwen 3 1.7B by `huggingface.apply`, where transformers
+is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +25,12 @@ from gpt import CASES, DEVICE, trained
 from measuring import step_ms, write
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import onepass
 from onepass.gpt import Model, preset
+from onepass.integrations import huggingface
+from onepass.testing.invariance import check_batches, check_packing
 from onepass.train.batches import TokenBatch
 
 BF16 = torch.bfloat16
@@ -155,7 +160,67 @@ def steps(console: Console) -> dict[str, Any]:
     return found
 
 
-PARTS = {"products": products, "forward": forward, "steps": steps}
+class TokenLosses(nn.Module):
+    """A GPT as transformers' models are called. Its result is each token's loss; documents begin where positions do."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = False) -> Tensor:
+        boundaries = None
+        if position_ids is not None:
+            starts = (position_ids[0] == 0).nonzero()[:, 0]
+            boundaries = torch.cat([starts, starts.new_full((1,), input_ids.shape[1])]).int()
+        labels = (input_ids * 7 + 3) % WORDS  # each token's own, whatever follows
+        return self.model(input_ids, labels, cu_seqlens=boundaries, reduction="none")  # type: ignore[no-any-return]
+
+
+def qwen3() -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=4, vocab_size=151936, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=BF16).to(DEVICE).eval()
+    huggingface.apply(model, batch_invariant=True)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "124M, bf16": lambda: TokenLosses(Model(preset("124M", params_dtype="bf16"), device=DEVICE)),
+    "124M, fp32": lambda: TokenLosses(Model(preset("124M", params_dtype="fp32"), device=DEVICE)),
+    "1B, bf16": lambda: TokenLosses(Model(preset("1B", params_dtype="bf16"), device=DEVICE)),
+    "Qwen 3, bf16": qwen3,
+}
+SHAPES = {"sequences of one token": (8192, 1), "of 128 tokens": (64, 128)}
+WORDS = 50000
+LENGTHS = (1, 7, 64, 100, 500, 333, 1024, 19)  # of documents
+
+
+def bits(console: Console) -> dict[str, Any]:
+    shown, found = Table("bits of a row in other batches", *SHAPES, "packed documents and each alone"), {}
+    for name, make in MODELS.items():
+        if name.startswith("Qwen") and importlib.util.find_spec("transformers") is None:
+            continue
+        torch.manual_seed(0)
+        with onepass.batch_invariant():
+            model = make()
+            reports = {}
+            for shape, (sequences, length) in SHAPES.items():
+                few = name.startswith("Qwen") and 8  # whose result is logits
+                ids = torch.randint(WORDS, (sequences // (few or 1), length), device=DEVICE)
+                reports[shape] = str(check_batches(model, input_ids=ids))
+            documents = [torch.randint(WORDS, (length,), device=DEVICE) for length in LENGTHS]
+            reports["packed"] = str(check_packing(model, documents))
+        found[name] = reports
+        shown.add_row(name, *reports.values())
+        del model
+        torch.cuda.empty_cache()
+    console.print(shown)
+    return found
+
+
+PARTS = {"bits": bits, "products": products, "forward": forward, "steps": steps}
 
 
 def main() -> None:

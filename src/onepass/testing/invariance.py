@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 _PRIME = 0x9E3779B97F4A7C15 - (1 << 64)  # of the places' factors, an odd number
+_NUMBERS = 1 << 24  # whose bits are summed at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -224,8 +225,8 @@ def fingerprints(rows: Tensor) -> Tensor:
     """Return a number for each row, in which all of its bits count: sums of integers, in any order the same."""
     bits = _flat(rows.detach()).contiguous().view(_BITS[rows.element_size()])
     factors = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device).mul_(_PRIME)
-    made = [(row.long() * factors).sum() for row in bits]
-    return torch.stack(made).cpu() if made else torch.zeros(0, dtype=torch.int64)
+    parts = bits.split(max(1, _NUMBERS // max(1, bits.shape[1])))
+    return torch.cat([(part.long() * factors).sum(1) for part in parts]).cpu()
 
 
 def _flat(rows: Tensor) -> Tensor:
