@@ -20,6 +20,7 @@ INTEGRATIONS = {
 } - {
     "__init__", "__pycache__", "attention_backends", "compiled_mlp", "delta_net", "norm_backends", "seams", "tested",
     "torchtitan_configs", "torchtitan_experts", "torchtitan_loss",
+    "vllm",  # tried with a stub, and with no version
 }  # fmt: skip
 PAGES = {"huggingface": "transformers", "megatron": "megatron-core", "torchtitan": "torchtitan", "trl": "trl", "verl": "verl"}
 
