@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.gpt.cache import LayerCache
 from onepass.gpt.config import Config
 from onepass.gpt.moe import MoE
 from onepass.gpt.packing import nan_if_wrong, visible_keys
@@ -23,6 +24,7 @@ from onepass.nn.precision import set_precision
 from onepass.ops.attention.attention import SIZES, attention, unsupported
 from onepass.ops.attention.by_pytorch import rotate_again
 from onepass.ops.attention.formula import parts_of
+from onepass.ops.attention.rope import rope
 from onepass.runtime.backend import choose
 from onepass.runtime.batch_invariance import invariant, refuse
 from onepass.runtime.fp8_recipe import FP8Recipe
@@ -60,10 +62,18 @@ class SelfAttention(nn.Module):
         self.k_layernorm = make_norm(config, size, ranks > 1, device) if config.qk_layernorm else None
 
     def forward(
-        self, qkv: Tensor, tables: Tables | None, boundaries: Tensor | None = None, again: Callable[[], Tensor] | None = None
+        self,
+        qkv: Tensor,
+        tables: Tables | None,
+        boundaries: Tensor | None = None,
+        again: Callable[[], Tensor] | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (y, linear_proj's bias). `qkv` is linear_qkv's output, and `again` makes it in backward, where it is not kept.
-        `boundaries` are as gpt/packing.py joins them."""
+        `boundaries` are as gpt/packing.py joins them. The tokens follow those in `cache`, where there is one."""
+        if cache is not None:
+            mixed = cache.attend(*self._parts_as_one_op(qkv, tables))
+            return self.linear_proj(mixed, lora=lora_of(self.linear_proj))  # type: ignore[no-any-return]
         mixed = self.mixed(qkv, tables, boundaries, again)
         return self.linear_proj(mixed, lora=lora_of(self.linear_proj))  # type: ignore[no-any-return]
 
@@ -76,7 +86,9 @@ class SelfAttention(nn.Module):
         as_one = self.config.attention_fusion and not self._drops()
         if invariant():
             if not as_one:
-                refuse("attention by PyTorch's operators", "it chooses kernels by the batch: leave attention_fusion on")
+                refuse(
+                    "attention by PyTorch's operators", "it chooses kernels by the batch: leave attention_fusion on"
+                )
         elif boundaries is None:
             # of other sizes: rope's kernel, F.sdpa
             as_one = as_one and normed and (not rows.is_cuda or self.config.head_size in SIZES)
@@ -97,12 +109,8 @@ class SelfAttention(nn.Module):
         `again` makes it.
         """
         c = self.config
-        norms: dict[str, Any] = {}
-        if self.q_layernorm is not None and self.k_layernorm is not None and c.norms_in_attention:
-            norms = {"eps": c.layernorm_epsilon, "zero_centered_gamma": c.layernorm_zero_centered_gamma}
-            weights = (norm.given(norm.weight) for norm in (self.q_layernorm, self.k_layernorm))
-            norms |= dict(zip(("q_weight", "k_weight"), weights, strict=True))
-        elif self.q_layernorm is not None or (tables is not None and not c.apply_rope_fusion):
+        norms = self._norms_of_heads()
+        if (self.q_layernorm is not None and not norms) or (tables is not None and not c.apply_rope_fusion):
             rows, tables, again = torch.cat(self._rotated_parts(rows, tables), 2).flatten(2), None, None
         cos, sin = tables or (None, None)
         if boundaries is not None:  # the op takes documents in a single row
@@ -136,6 +144,24 @@ class SelfAttention(nn.Module):
             )
         overwritten = before is not None and rows._version != before
         return y
+
+    def _parts_as_one_op(self, rows: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, normalised and rotated to the bits that `_as_one_op` gives them, and values."""
+        norms, c = self._norms_of_heads(), self.config
+        if tables is None or not c.apply_rope_fusion or (self.q_layernorm is not None and not norms):
+            return self._rotated_parts(rows, tables)
+        q, k, v = parts_of(rows, *self.heads)
+        backend = None if unsupported(rows, *self.heads) is None else "torch"  # attention's
+        return *rope(q, k, *tables, interleaved=c.rotary_interleaved, **norms, backend=backend), v
+
+    def _norms_of_heads(self) -> dict[str, Any]:
+        """Return the norms' weights and options, where attention's rotation has them."""
+        c = self.config
+        if self.q_layernorm is None or self.k_layernorm is None or not c.norms_in_attention:
+            return {}
+        weights = (norm.given(norm.weight) for norm in (self.q_layernorm, self.k_layernorm))
+        options = {"eps": c.layernorm_epsilon, "zero_centered_gamma": c.layernorm_zero_centered_gamma}
+        return options | dict(zip(("q_weight", "k_weight"), weights, strict=True))
 
     def _by_pytorch(self, rows: Tensor, tables: Tables | None, boundaries: Tensor | None) -> Tensor:
         c = self.config
@@ -191,12 +217,17 @@ class Block(nn.Module):
         set_precision(self, precision)
 
     def forward(
-        self, h: Tensor, pending: Tensor | None = None, tables: Tables | None = None, boundaries: Tensor | None = None
+        self,
+        h: Tensor,
+        pending: Tensor | None = None,
+        tables: Tables | None = None,
+        boundaries: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attention, mlp, give = self.self_attention, self.mlp, self.residual.give
         (qkv, _), h = self.residual.take(h, pending, self.input_layernorm, attention.linear_qkv)
         again = self.residual.again(h, self.input_layernorm, attention.linear_qkv)
-        h, pending = give(h, attention(qkv, tables, boundaries, again), self.training)
+        h, pending = give(h, attention(qkv, tables, boundaries, again, cache), self.training)
         if isinstance(mlp, MoE):
             normed, h = self.residual.normed(h, pending, self.pre_mlp_layernorm)
             y, aux_loss = mlp(normed)

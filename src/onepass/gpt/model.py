@@ -7,6 +7,7 @@ transposed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onepass.gpt.block import Block, sequences
 from onepass.gpt.config import Config
+from onepass.gpt.generate import Generated, Generators, Sampling, generate, prompts_of
 from onepass.gpt.multi_token import DepthTargets, MultiTokenLayer, labels_after, tokens_after
 from onepass.gpt.packing import joined_boundaries, positions_in_rows
 from onepass.gpt.parts import Initializer, Norm, make_norm, settled
@@ -172,6 +174,40 @@ class Model(nn.Module):
             promised = grad_scale if reduction == "mean" else None
             aux_losses += self._depth_losses(h, tokens, positions, tables, boundaries, depths, promised)
         return loss + sum(aux_losses) * kept_tokens(labels, loss_mask, reduction) if aux_losses else loss
+
+    def generate(
+        self,
+        tokens: Tensor | Sequence[Tensor],
+        max_new_tokens: int,
+        *,
+        cu_seqlens: Tensor | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: int | Sequence[int] = (),
+        generator: Generators = None,
+        return_log_probs: bool = False,
+    ) -> Generated:
+        """Continue prompts: return (tokens, lengths, log_probs) of what follows them.
+
+        Under `onepass.batch_invariant()` the log-probabilities have the bits of `forward`'s losses of the same tokens, in any
+        batch or packing, and those of a prompt alone.
+
+        Args:
+            tokens: [B, S], prompts of one length; a list of prompts; or with `cu_seqlens` prompts in one row, [1, S].
+            max_new_tokens: how many tokens each sequence gets at most.
+            cu_seqlens: int32 [prompts + 1], their boundaries, which the host reads.
+            temperature: divides the logits before a token is drawn; 0 takes the most probable.
+            top_k: draw from as many of the most probable tokens.
+            top_p: draw from the fewest of the most probable tokens that have this probability together, after `top_k`.
+            stop_tokens: a sequence ends with any of these.
+            generator: of random numbers; or one for each sequence, whose tokens then don't depend on the others.
+            return_log_probs: give the tokens' log-probabilities too, of the model's own distribution: as if temperature were 1,
+                and top_k and top_p None.
+        """
+        stops = (stop_tokens,) if isinstance(stop_tokens, int) else tuple(stop_tokens)
+        sampling = Sampling(temperature, top_k, top_p, generator)
+        return generate(self, prompts_of(tokens, cu_seqlens), max_new_tokens, sampling, stops, return_log_probs)
 
     def _depth_targets(self, labels: Tensor, boundaries: Tensor | None, loss_mask: Tensor | None) -> list[DepthTargets]:
         """Return what each depth of multi-token prediction foretells. Without gradients there is nothing to train: none."""

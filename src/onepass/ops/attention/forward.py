@@ -63,11 +63,13 @@ def _attend_kernel(
     Q_B, Q_S, Q_H, K_B, K_S, K_H, V_B, V_S, V_H, Y_S,
     HEADS: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
+    """LAST: each document has a tile and a query, its last token; q and y have a row a document, and there are no statistics."""
     sequence, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     group = head // SHARING
-    q_head = q_ptr + sequence * Q_B + head * Q_H
+    row = tl.program_id(1).to(tl.int64) if LAST else sequence  # of q, whose Q_S is 0 where it is a document's
+    q_head = q_ptr + row * Q_B + head * Q_H
     k_head = k_ptr + sequence * K_B + group * K_H
     v_head = v_ptr + sequence * V_B + group * V_H
     if tiles_ptr is None:
@@ -108,8 +110,11 @@ def _attend_kernel(
     if tiles_ptr is not None:
         wrong = tl.load(tiles_ptr + 4 * tl.program_id(1) + 3) < 0  # the documents' boundaries
         y, lse = tl.where(wrong, float("nan"), y), tl.where(wrong, float("nan"), lse)
-    tl.store(lse_ptr + (sequence * HEADS + head) * ROWS + shift + queries, lse, mask=there)
-    if Y_S is None:  # contiguous
+    if lse_ptr is not None:
+        tl.store(lse_ptr + (sequence * HEADS + head) * ROWS + shift + queries, lse, mask=there)
+    if LAST:
+        store_tokens(y_ptr + (row * HEADS + head) * DV, y, 0, queries == end - 1, DV, WV, BLOCK_M)
+    elif Y_S is None:  # contiguous
         store_tokens(y_ptr + ((sequence * S + first) * HEADS + head) * DV, y, HEADS * DV, queries < end, DV, WV, BLOCK_M)
     else:
         tile = y_ptr + (sequence * HEADS + head) * DV + tl.cast(first, tl.int64) * Y_S
@@ -152,9 +157,11 @@ class HeadSizes(NamedTuple):
 
 
 @lru_cache(1024)
-def _bind(strides: tuple[int | None, ...], sizes: HeadSizes, scales: ScoreScales, tiles: AttentionTiles) -> Bound:
+def bind_attend(
+    strides: tuple[int | None, ...], sizes: HeadSizes, scales: ScoreScales, tiles: AttentionTiles, last: bool = False
+) -> Bound:
     kind = sizes.heads, sizes.heads // sizes.groups, *sizes.widths(), scales.left, scales.right, scales.capped
-    blocks = tiles.block_m, tiles.block_n, tiles.stages
+    blocks = tiles.block_m, tiles.block_n, tiles.stages, last
     bound: Bound = _attend_kernel.bind(scales.score, scales.cap, *strides, *kind, *blocks, num_warps=tiles.num_warps)
     return bound
 
@@ -189,7 +196,7 @@ def attend(
         lse = torch.full(shape, torch.inf, dtype=torch.float32, device=q.device)
     tiles = forward_tiles(head_block(D), shared_memory(q.device))
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], y.stride(1) if options.sequence_first else None
-    launch = _bind(strides, HeadSizes(H, k.shape[2], D, v.shape[3]), scales_of(options), tiles)
+    launch = bind_attend(strides, HeadSizes(H, k.shape[2], D, v.shape[3]), scales_of(options), tiles)
     if cu_seqlens is None:
         blocks, places = ceil_div(S, tiles.block_m), None
     else:
