@@ -1,6 +1,6 @@
 """What `onepass.batch_invariant()` costs: products by the number of rows, a model's forward of a few tokens, and steps.
 
-    python benchmarks/batch_invariance.py [--part bits|products|forward|steps ...] [--json FILE]
+    python benchmarks/batch_invariance.py [--part products|forward|steps|bits ...] [--json FILE]
 
 One GPU, bf16. Products and forwards are replayed as CUDA graphs, some calls at a time, so that the CPU doesn't count; "CPU us"
 is that of a call. Steps are those of benchmarks/gpt.py's 1B, of whole sequences and of packed documents, optimizer included.
@@ -210,6 +210,7 @@ def bits(console: Console) -> dict[str, Any]:
                 few = name.startswith("Qwen") and 8  # whose result is logits
                 ids = torch.randint(WORDS, (sequences // (few or 1), length), device=DEVICE)
                 reports[shape] = str(check_batches(model, input_ids=ids))
+                console.print(f"{name}, {shape}: {reports[shape]}")
             documents = [torch.randint(WORDS, (length,), device=DEVICE) for length in LENGTHS]
             reports["packed"] = str(check_packing(model, documents))
         found[name] = reports
@@ -220,7 +221,7 @@ def bits(console: Console) -> dict[str, Any]:
     return found
 
 
-PARTS = {"bits": bits, "products": products, "forward": forward, "steps": steps}
+PARTS = {"products": products, "forward": forward, "steps": steps, "bits": bits}
 
 
 def main() -> None:
