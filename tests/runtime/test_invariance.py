@@ -176,3 +176,27 @@ def test_what_it_refuses():
 class Summed(nn.Module):
     def forward(self, x):
         return x.sum()
+
+
+class Counted(nn.Module):
+    """Returns counts of eight kinds before its rows, as mixtures do: with one row they look like a row's."""
+
+    def forward(self, x):
+        return x.new_full((8,), len(x)), 2 * x
+
+
+def test_what_has_no_rows_does_not_change_what_is_compared():
+    report = check_batches(nn.Sequential(Counted(), Last()), rows(), splits=6)
+    assert report and report.left_out == ["0"]
+
+
+class Last(nn.Module):
+    def forward(self, results):
+        return results[-1]
+
+
+def test_modules_may_be_left_out():
+    model = nn.Sequential(ByPlace(), CentredForward())
+    assert check_batches(model, rows(), splits=6).differences[0].name == "0"
+    report = check_batches(model, rows(), splits=6, leave_out=("0",))
+    assert report.differences[0].name == "1" and report.left_out == ["0"]

@@ -1,14 +1,15 @@
 """A run under onepass.batch_invariant(): which of its calls are under it, and what can't be."""
 
 import pytest
+import torch
 from train.test_run import losses, train
 
 import onepass
-import onepass.gpt
 from onepass.cli import main
-from onepass.gpt import Model
+from onepass.gpt import Config, Model
 from onepass.gpt.settings import read_yaml
 from onepass.runtime.batch_invariance import invariant
+from onepass.testing.invariance import check_batches
 from onepass.train.command import _check_invariant
 from onepass.train.options import NEEDED_FUSIONS, Options
 from onepass.train.table import fusions
@@ -62,6 +63,20 @@ def test_without_it_a_run_leaves_the_process_as_it_is(tmp_path, corpus, seen):
     assert seen[True] == {("forward", True), ("backward", True)}
 
 
+@pytest.mark.parametrize("changes", ({}, {"qk_layernorm": True}, {"num_moe_experts": 5, "moe_router_topk": 2}), ids=str)
+def test_a_models_bits(changes):
+    """Of sequences in parts of a batch, forward and backward; and of packed ones."""
+    config = Config(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, vocab_size=100, **changes)
+    model, tokens = Model(config, seed=0), torch.randint(100, (9, 13), generator=torch.Generator().manual_seed(1))
+    lengths = 1, 5, 13, 8
+    with onepass.batch_invariant():
+        check_batches(model, tokens, splits=4, leave_out=("mlp.experts",)).raise_if_different()
+        packed = torch.cat([row[:length] for row, length in zip(tokens, lengths, strict=False)])
+        boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        found = model(packed[None], cu_seqlens=boundaries)[0].split(lengths)
+        assert all(torch.equal(mine, model(row[None, : len(mine)])[0]) for mine, row in zip(found, tokens, strict=False))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -82,9 +97,9 @@ def test_what_cannot_keep_it_raises_before_anything_is_written(flags, said, tmp_
 
 
 def test_scales_of_rows_are_taken():
-    _check_invariant(onepass.gpt.Config(fp8_format="hybrid", fp8_recipe="rowwise"))
+    _check_invariant(Config(fp8_format="hybrid", fp8_recipe="rowwise"))
 
 
 def test_each_fusion_that_it_needs_is_one_of_the_table():
-    assert set(NEEDED_FUSIONS) <= {names[0] for names in fusions(onepass.gpt.Config())}
+    assert set(NEEDED_FUSIONS) <= {names[0] for names in fusions(Config())}
     assert not Options().batch_invariant

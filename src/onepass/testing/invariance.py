@@ -14,6 +14,7 @@ model takes little more memory than its step. What has no dimension of rows or o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -68,8 +69,9 @@ class InvarianceReport:
 
 
 def check_batches(
-    module: nn.Module, *args: Any, splits: int = 50, backward: bool = True, seed: int = 0, **kwargs: Any
-) -> InvarianceReport:
+    module: nn.Module, *args: Any, splits: int = 50, backward: bool = True, seed: int = 0, leave_out: Sequence[str] = (),
+    **kwargs: Any,
+) -> InvarianceReport:  # fmt: skip
     """Run a module on parts of a batch, of 1 to all rows, at other places too. Compare each row with that of the whole batch.
 
     Args:
@@ -78,6 +80,7 @@ def check_batches(
         splits: the number of parts. Half of them have their rows in another order.
         backward: compare gradients too, of a loss that is a sum over rows.
         seed: of parts and of the loss.
+        leave_out: ends of names of modules whose rows are not the batch's, as "experts" of rows that are sorted.
     """
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if not tensors or not tensors[0].dim() or not tensors[0].shape[0]:
@@ -102,10 +105,10 @@ def check_batches(
                 which, said = which[torch.randperm(size, generator=generator)], f"{said}, in another order"
             yield said, which
 
-    whole = _RecordedRun(module, count, backward, seed).of(rows_of(torch.arange(count)), torch.arange(count))
+    whole = _RecordedRun(module, count, backward, seed, leave_out).of(rows_of(torch.arange(count)), torch.arange(count))
     report = InvarianceReport(splits, [*whole.looked_at], [*whole.left_out])
     for said, which in parts():
-        mine = _RecordedRun(module, len(which), backward, seed).of(rows_of(which), which)
+        mine = _RecordedRun(module, len(which), backward, seed, leave_out).of(rows_of(which), which)
         report.differences += _first_difference(mine, whole.rows(which), said)
     return report
 
@@ -158,9 +161,11 @@ class _RecordedRun:
         count: the rows of its arguments.
     """
 
-    def __init__(self, module: nn.Module, count: int, backward: bool, seed: int) -> None:
+    def __init__(self, module: nn.Module, count: int, backward: bool, seed: int, leave_out: Sequence[str] = ()) -> None:
         self._module, self._count, self._backward, self._seed = module, count, backward, seed
+        self._not_rows = tuple(leave_out)
         self._prints: _Prints = {}
+        self._noted: Counter[tuple[str, str]] = Counter()
         self._left_out: dict[str, None] = {}
 
     def of(self, call: Callable[[], Any], which: Tensor) -> _Recorded:
@@ -200,14 +205,13 @@ class _RecordedRun:
                 handle.remove()
 
     def _note(self, kind: str, name: str, tensor: Tensor) -> None:
-        rows = _as_rows(tensor, self._count)
+        rows = None if name.endswith(self._not_rows) else _as_rows(tensor, self._count)
+        number = self._noted[kind, name]
+        self._noted[kind, name] += 1
         if rows is None:
             self._left_out[name or "the module"] = None
-            return
-        number = 0
-        while (kind, name, number) in self._prints:
-            number += 1
-        self._prints[kind, name, number] = fingerprints(rows)
+        else:
+            self._prints[kind, name, number] = fingerprints(rows)
 
     def _loss(self, result: Tensor, which: Tensor) -> Tensor:
         rows = _as_rows(result, self._count)

@@ -165,7 +165,8 @@ class AttentionMatch:
         if isinstance(self.whole, FusedLatent):
             takes = self.whole.takes(module, x, self.reach.window if marked else None)
         else:  # on a GPU of other sizes its own code runs rope's kernel and SDPA
-            takes = not (x.is_cuda and head_size_of(module) not in SIZES) and self.whole.norm_options(module) is not None
+            takes = invariant() or not (x.is_cuda and head_size_of(module) not in SIZES)
+            takes = takes and self.whole.norm_options(module) is not None
         return takes and not (module.training and drops(module))
 
     def at_once(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None) -> tuple[Tensor, None]:
