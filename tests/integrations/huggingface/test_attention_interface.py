@@ -431,6 +431,16 @@ def test_what_is_refused(words):
         attend(**REFUSED[words])
 
 
+@pytest.mark.parametrize(
+    "options", ({"tokens": 1, "is_causal": False}, {"mask": torch.ones(2, 1, 6, 6).bool()}), ids=("cache", "mask")
+)
+def test_what_goes_to_pytorchs_attention_is_refused_under_batch_invariant(options):
+    with onepass.batch_invariant(), pytest.raises(RuntimeError, match=r"fewer queries than keys, or by a mask .*batch_invariant"):
+        attend(**options)
+    with onepass.batch_invariant():
+        attend()
+
+
 def test_a_softcap_under_a_mask_needs_the_models_own_code():
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match="Softcapped has no eager_attention_forward"):

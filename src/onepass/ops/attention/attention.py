@@ -429,7 +429,8 @@ def attention(
             under a compiler or under a transform.
         deterministic: False lets other kernels run between our rotations where they are faster, as cuDNN's are from Hopper
             on for heads over 64 or from 2048 tokens outside of a compiled graph, and flash-attn-4's, where that is installed: the
-            gradients' last bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on.
+            gradients' last bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on
+            or under `batch_invariant`.
         backend: ``auto``, ``triton``, ``torch``, ``cudnn``, ``flash_attn``, ``varlen_attn`` or a registered name; None leaves it
             to `use_backend` and ONEPASS_BACKEND. The kernels take bf16 and fp16 and heads of 16, 32, 64, 80, 96, 128, 192, 256
             or 512, and give calls to cuDNN's and flash-attn-4's where those are faster and as deterministic. ``torch`` is

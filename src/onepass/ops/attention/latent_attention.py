@@ -356,7 +356,8 @@ def latent_attention(
             ``[1, S, ...]``, from 0 to S, as in `attention`. A query sees its own document only, whose result has the bits that it
             would have as the only one. Where they are wrong, all results are NaN, and `validate` raises.
         deterministic: False lets cuDNN's attention run from Hopper on, without documents, which is faster: the gradients' last
-            bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on.
+            bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on or under
+            `batch_invariant`.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
             kernels take bf16 and fp16, and nope + rope and V of 16, 32, 64, 80, 96, 128, 192, 256 or 512. ``torch`` is PyTorch's
             attention, with a mask where there are documents.

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from onepass.ops.attention.attention import SIZES, attention, attention_reference
 from onepass.ops.attention.document_kernels import checked_boundaries, make_nan
+from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.latent_attention import latent_attention, latent_attention_reference
+from onepass.ops.attention.next_token import attend_last
 from onepass.ops.attention.rope import rope, rope_reference
 from onepass.runtime.random_calls import BF16, FP16, FP32, FP64, Draw, RandomCall, RandomTensor
 from onepass.runtime.samples import (
@@ -270,6 +272,8 @@ def _attention_calls() -> Iterator[CoveringCall]:
     yield _attention_call(8, 2, 256, option="gated normed")
     yield _attention_call(16, 2, 80, option="gated not rotated")
     yield CoveringCall("attention's boundaries, for others", torch.bfloat16, _check_boundaries)
+    for D in (64, 128, 256):
+        yield CoveringCall(f"attention 32/8x{D} last tokens", torch.bfloat16, partial(_attend_last, 32, 8, D))
 
 
 def _check_boundaries() -> Tensor:
@@ -279,6 +283,13 @@ def _check_boundaries() -> Tensor:
     for x in (y, meta(32, 512, dtype=torch.float32, requires_grad=False)):
         make_nan(x, wrong)
     return y
+
+
+def _attend_last(heads: int, groups: int, D: int) -> Tensor:
+    """As a model that generates with a cache does."""
+    keys, values, q = (meta(4, *shape, D, dtype=torch.bfloat16) for shape in ((512, groups), (512, groups), (heads,)))
+    options, tiles = AttentionOptions(heads, groups, False, D**-0.5), meta(4, 4, dtype=torch.int32, requires_grad=False)
+    return attend_last(q, keys, values, (512,) * 4, tiles, options).requires_grad_()
 
 
 def _attention_call(
