@@ -44,6 +44,16 @@ def given(**changes):
     return tensors, options_of(case)
 
 
+def test_none_runs_under_batch_invariant():
+    tensors, _ = given()
+    with stand_in() as wheels, onepass.batch_invariant():
+        assert "nothing, as FlashQLA" in onepass.explain("gated_delta_rule", *tensors[:5]).variant
+        for backend, title in (("auto", "FlashQLA"), ("fla", "FLA")):
+            with pytest.raises(RuntimeError, match=f"gated_delta_rule by {title} .*batch_invariant"):
+                onepass.gated_delta_rule(*tensors[:5], backend=backend)
+    assert wheels.called == []
+
+
 def test_the_first_wheel_that_takes_a_call_is_chosen():
     tensors, _ = given()
     with stand_in() as wheels:

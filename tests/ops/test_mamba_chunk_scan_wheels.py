@@ -54,6 +54,16 @@ def given(**changes):
     return (x, dt, A, B, C), {"D": D, "dt_bias": bias, "initial_states": state, **options_of(case)}
 
 
+def test_none_runs_under_batch_invariant():
+    tensors, options = given()
+    with stand_in() as wheels, onepass.batch_invariant():
+        assert "nothing, as mamba-ssm" in onepass.explain("mamba_chunk_scan", *tensors, **options).variant
+        for backend, title in (("auto", "mamba-ssm"), ("fla", "FLA")):
+            with pytest.raises(RuntimeError, match=f"mamba_chunk_scan by {title} .*batch_invariant"):
+                onepass.mamba_chunk_scan(*tensors, **options, backend=backend)
+    assert wheels.called == []
+
+
 def test_the_first_wheel_that_takes_a_call_is_chosen():
     tensors, options = given()
     with stand_in() as wheels:

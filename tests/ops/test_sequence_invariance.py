@@ -1,7 +1,5 @@
 """Under batch_invariant() what passes along a sequence (convolution, gates, states) depends on a document alone."""
 
-import importlib
-
 import pytest
 import torch
 from ops.calls import backends, needs_triton
@@ -107,21 +105,3 @@ def test_chunks_give_what_the_rules_give():
             found = rule()
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("wheel", ("fla", "flash_qla"))
-def test_wheels_of_the_delta_rule_refuse_by_name(wheel):
-    module = importlib.import_module("onepass.ops.delta.gated_delta_rule")
-    refused(wheel, lambda: module._by_wheel(None, module.DeltaOptions(1.0, False, wheel)))
-
-
-@pytest.mark.parametrize("wheel", ("mamba_ssm", "fla"))
-def test_wheels_of_the_scan_refuse_by_name(wheel):
-    module = importlib.import_module("onepass.ops.scan.mamba_chunk_scan")
-    refused(wheel, lambda: module._by_wheel(None, module.ScanOptions(True, 0.0, 1.0, False, wheel)))
-
-
-def refused(wheel, call):
-    title = {"fla": "FLA", "flash_qla": "FlashQLA", "mamba_ssm": "mamba-ssm"}[wheel]
-    with onepass.batch_invariant(), pytest.raises(RuntimeError, match=rf"by {title} .*batch_invariant.*tuned by trial"):
-        call()

@@ -135,6 +135,8 @@ def variant(call: Call) -> str:
     if not call.v.numel():
         return "the PyTorch formula, as there is nothing to do"
     name, _ = choose_wheel(_inputs(vars(call)))
+    if invariant():
+        return f"nothing, as {by_wheels.wheel_title(name)} can't under onepass.batch_invariant(): {TUNED}"
     waits = "" if call.cu_seqlens is None else "; its host reads the documents' boundaries"
     return f"{by_wheels.wheel_title(name)}'s kernels, in chunks of {by_wheels.CHUNK} tokens{waits}"
 

@@ -141,6 +141,8 @@ def variant(call: Call) -> str:
     if not call.x.numel():
         return "the PyTorch formula, as there is nothing to do"
     name, _ = choose_wheel(vars(call))
+    if invariant():
+        return f"nothing, as {by_wheels.wheel_title(name)} can't under onepass.batch_invariant(): {TUNED}"
     waits = "; its host reads the documents' boundaries" if name == "fla" and call.cu_seqlens is not None else ""
     return by_wheels.wheel_title(name) + waits
 
