@@ -13,6 +13,8 @@ from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 import onepass.ops.loss.linear_cross_entropy as module
+from onepass.ops.loss import row_kernels
+from onepass.ops.loss.reduction import check_terms
 
 on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="of tensors on a CPU")
 
@@ -290,3 +292,15 @@ def test_a_mask_compiled_and_under_transforms():
     torch.testing.assert_close(grad, torch.autograd.grad(expected, hidden)[0])
     formula = module.linear_cross_entropy_reference(hidden, weight, labels, vocab_mask=mask)
     torch.testing.assert_close(formula, expected)
+
+
+def test_a_loss_has_the_tiles_of_statistics_under_batch_invariant():
+    """A thread's columns say in which order a row's exponentials are added."""
+    terms = check_terms(-100, 0.0, 0.0, None, 1.0, 1.0)
+
+    def tiles(stats, invariant):
+        given = 4096, 4096, 4096, 4096, terms, stats, 0, row_kernels.PLANES, (0, 0)
+        return row_kernels._statistics_plan(*given, invariant)[0]
+
+    assert tiles((), False) != tiles(("log_prob",), False)
+    assert tiles((), True) == tiles(("log_prob",), True) == tiles(("log_prob",), False)

@@ -38,6 +38,7 @@ from onepass.ops.loss.row_functions import (
     target_mass,
 )
 from onepass.ops.loss.targets import Targets, VocabColumns
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.sizes import ceil_div, power_of_two
 
 MERGED, MERGED_PARTS = 32, 32  # rows a program merges, and parts at a time
@@ -323,11 +324,13 @@ _Masses = tuple[int, int]  # TARGETS_ROW and CLASSES
 
 @lru_cache(1024)
 def _statistics_plan(
-    W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...], bits_row: int, planes: int, masses: _Masses
+    W: int, room: int, x_row: int, V: int, terms: LossTerms, stats: tuple[str, ...], bits_row: int, planes: int, masses: _Masses,
+    as_of_stats: bool,
 ) -> tuple[RowTiles, Bound]:  # fmt: skip
+    """as_of_stats: a loss has the bits that it has beside statistics."""
     sums = sums_of(terms, stats, planes)
     # the same tiles for all statistics: log_prob has the same bits whatever else is asked for. More would spill registers
-    each = STATISTICS_EACH // (4 if planes != PLANES else 2 if stats else 1)
+    each = STATISTICS_EACH // (4 if planes != PLANES else 2 if stats or as_of_stats else 1)
     tiles = row_tiles(W, STATISTICS_TILE, each)
     bound: Bound = _statistics_kernel.bind(
         x_row, V, *numbers_of(terms), terms.smoothing, terms.ignore_index, W, room, planes, *sums, bits_row, *masses,
@@ -394,7 +397,8 @@ def row_statistics(x: Tensor, labels: Tensor, terms: LossTerms, stats: tuple[str
     """Return [parts, planes, rows], a part for each tile of columns."""
     (M, W), (first, V, place, bits, targets, room) = x.shape, columns
     planes, (operands, masses) = planes_of(targets), _masses(targets)
-    tiles, launch = _statistics_plan(W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits), planes, masses)
+    plan = W, max(W, room), x.stride(0), V, terms, stats, _bits_row(bits), planes, masses, invariant()
+    tiles, launch = _statistics_plan(*plan)
     parts = x.new_empty(tiles.used, planes, M, dtype=torch.float32)
     launch(grid_of(tiles.used, M), x, labels, place, bits, *operands, parts, M, first)
     return parts
