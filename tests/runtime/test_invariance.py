@@ -190,6 +190,17 @@ def test_what_has_no_rows_does_not_change_what_is_compared():
     assert report and report.left_out == ["0"]
 
 
+class Both(nn.Module):
+    """Returns what depends on other rows, and then what doesn't."""
+
+    def forward(self, x):
+        return CentredForward()(x), x
+
+
+def test_each_of_several_results_is_compared():
+    assert check_batches(nn.Sequential(Both(), Last()), rows(), splits=6).differences[0].name == "0"
+
+
 class Last(nn.Module):
     def forward(self, results):
         return results[-1]
