@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onepass.kernels.grouped_kernels import multiply_rows, triton_multiplies
 from onepass.kernels.quack_product import add_by_quack, multiply_by_quack, quack_multiplies
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.runtime.op import Registered
 from onepass.runtime.sizes import compute_capability
@@ -53,6 +54,8 @@ def torch_can_group(x: Tensor, weight: Tensor) -> bool:
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a @ b[g].T for each group's rows. Both have the same type."""
     if a.shape[0] and torch_can_group(a, b):  # PyTorch's refuses no rows
+        if invariant():  # PyTorch's takes any number of rows
+            return F.grouped_mm(a, b.mT, offs=ends)
         if quack_multiplies(a, b, a.shape[0] * b.shape[1] * b.shape[2]):
             return multiply_by_quack(a, b, ends)
         return multiply_rows(a, b, ends) if triton_multiplies(a, b, a.shape[0]) else F.grouped_mm(a, b.mT, offs=ends)

@@ -6,7 +6,8 @@ CUDA   cuBLASLt's algorithms that don't split a sum. One, the reference, suits m
        rows at hand, another stands in, once it has given the reference's bits on random rows. All of Hopper's in 16 bits do
        (docs/notes/0040-batch-invariance.md). While a CUDA graph is captured nothing can be compared, so there unseen sizes
        take the reference.
-CPU    blocks of 64 rows, the last filled up with zeros.
+CPU    blocks of 64 rows, the last filled up with zeros. So are the columns of fp64, and few of fp32: MKL sums what is left of its
+       tiles in other orders.
 
 A product of x stored by columns is a weight's gradient, whose sums are over the rows. PyTorch computes it as always.
 What is multiplied here are aten's mm and addmm, so also F.linear, matmul with a matrix, and their backward.
@@ -27,6 +28,7 @@ from torch import Tensor
 from onepass.kernels.cublaslt_library import TRANSPOSE_A, TYPES, Algorithm, Library, handle_of, load, loaded
 from onepass.runtime.batch_invariance import INVARIANT, invariant
 from onepass.runtime.process_setting import SettingChange
+from onepass.runtime.sizes import ceil_div
 
 _lock = threading.Lock()  # a kind's description is changed at each call
 
@@ -43,6 +45,7 @@ _FEW = 512  # rows, up to which cuBLAS would split a long sum, and lists little 
 _UNSPLIT = 2048  # of a sum that it doesn't split
 _COMPARED_ROWS, _COMPARED_COLUMNS = 512, 256
 _CPU_ROWS = 64
+_CPU_COLUMNS = 48  # what tiles' columns divide
 
 
 # ---- CUDA ----
@@ -273,18 +276,21 @@ def _on_cpu(
     raw: _Raw, keyset: Any, x: Tensor, b: Tensor, start: Tensor | None, alpha: float, beta: float
 ) -> Tensor:  # fmt: skip
     M, N = x.shape[0], b.shape[1]
-    whole = -(-M // _CPU_ROWS) * _CPU_ROWS
-    y = x.new_empty(whole, N)
+    whole, width = ceil_div(M, _CPU_ROWS) * _CPU_ROWS, N
+    if x.dtype is torch.float64 or (x.dtype is torch.float32 and N < _CPU_COLUMNS):
+        width = ceil_div(N, _CPU_COLUMNS) * _CPU_COLUMNS
+        b = _filled_up(b.t(), width).t()
+    y = x.new_empty(whole, width)
     x = _filled_up(x, whole)
     if start is not None:
-        start = _filled_up(start.expand(M, N), whole)
+        start = _filled_up(_filled_up(start.expand(M, N), whole).t(), width).t()
     for at in range(0, whole, _CPU_ROWS):
         rows = slice(at, at + _CPU_ROWS)
         if start is None:
             raw["mm.out"].call_boxed(keyset, x[rows], b, out=y[rows])
         else:
             raw["addmm.out"].call_boxed(keyset, start[rows], x[rows], b, beta=beta, alpha=alpha, out=y[rows])
-    return y[:M]
+    return y[:M] if width == N else y[:M, :N].contiguous()
 
 
 def _filled_up(t: Tensor, rows: int) -> Tensor:

@@ -28,6 +28,7 @@ from onepass.kernels.layout import as_rows
 from onepass.kernels.philox import apply_dropout, dropout_formula, keep_mask, load_seed, probability
 from onepass.kernels.rows import aligned, known_align
 from onepass.kernels.scratch import new_scratch, stream_scratch
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.op import Registered
 from onepass.runtime.sizes import ceil_div, power_of_two, processors
 
@@ -229,7 +230,10 @@ def _bind_shrink(C: int, R: int, strides: Sizes, factors: tuple[float, int], gro
 def _shrink_plan(
     shape: Sizes, strides: Sizes, scale: float, threshold: int, groups: Sizes, wide: bool, multiprocessors: int
 ) -> tuple[Bound, Grid, int]:
-    """Return the bound kernel, its grid, and how many programs share a row. Blocks of few rows, as nothing else is parallel."""
+    """Return the bound kernel, its grid, and how many programs share a row: one where multiprocessors are 0.
+
+    Blocks of few rows, as nothing else is parallel.
+    """
     M, C, R = shape
     both = bool(groups[0] and threshold)  # more would not fit in registers
     block_r = _rank_block(R, 32 if wide else 64 if both else 128)
@@ -298,7 +302,7 @@ def lora_shrink_forward(
     strides, wide = (x_row, *_of_matrices(w)), x.dtype.itemsize > 2
     if not M:
         return t
-    plan = (M, C, R), strides, scale, dropout.threshold, _groups(ends), wide, processors(x.device)
+    plan = (M, C, R), strides, scale, dropout.threshold, _groups(ends), wide, 0 if invariant() else processors(x.device)
     launch, grid, parts = _shrink_plan(*plan)
     scratch: tuple[Tensor | None, ...] = (None, None)
     if parts > 1:

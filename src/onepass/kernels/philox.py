@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onepass.kernels.device_tables import is_capturing
 from onepass.kernels.language import device_function, tl
+from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.checks import check_number
 from onepass.runtime.dispatch import needs_dispatcher, under_functorch
 
@@ -148,6 +149,7 @@ def draw_seed(x: Tensor, *others: Tensor | None) -> Tensor | int:
     mode on a GPU the CPU reads the generator's offset and advances it, and the seed is a number. Nothing is launched or kept.
     Under CUDA graphs, compilers and transforms a small kernel makes a tensor, and each replay draws a new seed.
     """
+    refuse("dropout", "which numbers of a row are dropped depends on its place")
     # needs_dispatcher: a graph that is traced must draw the seed itself
     if x.is_cuda and not (needs_dispatcher(x, *others) or under_functorch() or is_capturing(x.device)):
         generator: Any = torch.cuda.default_generators[x.get_device()]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.op import FORMULA, OPS, Backend, Op, Reason
 from onepass.runtime.process_setting import ProcessSetting, SettingChange
 
@@ -144,6 +145,7 @@ def run_other(op: str, name: str, *args: Any, **options: Any) -> Any:
     reason = other.unsupported(*args, **options)
     if reason is not None:
         raise RuntimeError(f"backend {name!r} can't take this call of {op}: {reason}")
+    refuse(f"backend {name!r}", "nobody knows whether its kernels look at the number of rows")
     return other.run(*args, **options)
 
 

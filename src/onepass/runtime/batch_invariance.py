@@ -6,6 +6,8 @@ promise says so by `refuse`. `kernels/invariant_product.py` turns it on and off,
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from onepass.runtime.process_setting import ProcessSetting
 
 INVARIANT = ProcessSetting("batch_invariant", False)
@@ -14,6 +16,18 @@ INVARIANT = ProcessSetting("batch_invariant", False)
 def invariant() -> bool:
     """Whether each row must have the same bits whatever else is in its batch."""
     return INVARIANT.process if not INVARIANT.has_blocks else INVARIANT.in_thread()
+
+
+def rows_at_a_time(x: Tensor, most: int) -> int:
+    """Return how many of x's rows PyTorch's operators may take at once: `most`, or under the promise one.
+
+    On a CPU they compute what a vector of numbers has no room for in another way, and so the last numbers of the last row.
+    """
+    if not invariant():
+        return most
+    if x.device.type != "cpu" and x.numel():
+        refuse("PyTorch's formula on a GPU", "how it sums a row depends on how many rows there are")
+    return 1
 
 
 def refuse(what: str, why: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass.runtime import saved
+from onepass.runtime.batch_invariance import rows_at_a_time
 from onepass.runtime.dispatch import NotTwiceDifferentiable, needs_grad, under_functorch, writable
 
 Formula = Callable[..., Any]  # of x, then the shared tensors, then those with something for each row: a tensor or a tuple of them
@@ -133,9 +134,10 @@ def _leaves(tensors: Tensors, needs: Sequence[bool], dtype: torch.dtype | None =
 
 def _block_rows(x: Tensor) -> int | None:
     """How many rows to take at a time; None for all at once."""
-    if x.device.type != "cpu" or x.numel() < 32 * _BLOCK or x.dim() < 2:
-        return None
-    return max(1, _BLOCK // x.shape[-1])
+    all_rows = x.shape[:-1].numel()
+    most = max(1, _BLOCK // x.shape[-1]) if x.device.type == "cpu" and x.numel() >= 32 * _BLOCK else all_rows
+    step = rows_at_a_time(x, most)
+    return None if step >= all_rows else step
 
 
 def _blocks(x: Tensor, per_row: Tensors) -> Iterator[list[Any]]:

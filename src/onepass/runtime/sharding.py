@@ -138,7 +138,7 @@ def refuse_split(name: str, split: Split, allowed: str) -> None:
 def run_on_shards(op_name: str, /, **arguments: Any) -> Any:
     """Run an op by its rule, and return DTensors. A plain tensor beside DTensors is one that all ranks have alike."""
     op = OPS[op_name]
-    tensors = _tensors_of(arguments)
+    tensors = tensors_of(arguments)
     mesh = _common_mesh(tensors)
     if not torch.compiler.is_compiling():  # compiled, each rank's own call checks
         op.check(Call(**{name: value for name, value in arguments.items() if name != "backend"}))
@@ -148,7 +148,7 @@ def run_on_shards(op_name: str, /, **arguments: Any) -> Any:
     for name, t in tensors.items():
         inputs = [layout.inputs[name] for layout in layouts]
         gradients = [layout.gradients.get(name, layout.inputs[name]) for layout in layouts]
-        _put(parts, name, _part_of(t, mesh, inputs, gradients))
+        put_tensor(parts, name, _part_of(t, mesh, inputs, gradients))
     for i, layout in enumerate(layouts):
         for option, value in layout.options.items():
             parts[option] = value
@@ -166,7 +166,7 @@ def run_on_shards(op_name: str, /, **arguments: Any) -> Any:
     return finish(parts, results, lambda t: _wrapped(t, mesh, first))
 
 
-def _tensors_of(arguments: dict[str, Any]) -> dict[str, Tensor]:
+def tensors_of(arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors among the arguments, those of records by "argument.field"."""
     tensors = {}
     for name, value in arguments.items():
@@ -182,7 +182,7 @@ def _tensors_of(arguments: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _put(parts: dict[str, Any], name: str, part: Tensor) -> None:
+def put_tensor(parts: dict[str, Any], name: str, part: Tensor) -> None:
     argument, _, field = name.partition(".")
     parts[argument] = parts[argument]._replace(**{field: part}) if field else part
 

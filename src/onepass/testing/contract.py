@@ -29,6 +29,7 @@ from onepass.runtime.samples import weights_of
 from onepass.testing.faults import MemorySteps
 from onepass.testing.fuzz import lay_out, run_case
 from onepass.testing.poison import saved_tensors, unchanged
+from onepass.testing.row_contract import gives_rows_the_same_bits
 from onepass.testing.subject import Subject, as_tuple, weighted_sum
 from onepass.testing.wrong_arguments import names_wrong_arguments
 
@@ -490,4 +491,5 @@ CHECKS = (
     can_be_checkpointed,
     can_be_compiled,
     registers_sound_ops,
+    gives_rows_the_same_bits,
 )

@@ -7,6 +7,7 @@ Triton's interpreter has these faults, from 3.5 to 3.9, those of bf16 without an
 
 - It stores bf16 as bit patterns. Casts to bf16 truncate, or copy integers as bits. Here they round to nearest even.
 - `tl.dot` multiplies the bit patterns of bf16. Here it converts them to fp32 first.
+- numpy sums rows of a product in orders that depend on their place. Here sums are fp64, and a row's bits are its own, as a GPU's.
 - Other arithmetic on bf16 uses the bit patterns too. Here it raises. No kernel needs it: kernels convert to fp32 after a load.
 - A comparison keeps its operands' type, and a mask made of it their bytes: masks of floats, which `&` refuses. Here it is int1.
 - `range(runtime_argument)` raises under numpy >= 2.4. Here it works.
@@ -102,8 +103,12 @@ def _float_cast(self: Any, source: Any, to: Any, rounding: Any) -> Any:
     return _stock_float_cast(self, source, to, rounding)
 
 
-def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    return _stock_dot(self, _widened(a), _widened(b), *rest)
+def _dot(self: Any, a: Any, b: Any, sums: Any, *rest: Any) -> Any:
+    a, b = _widened(a), _widened(b)
+    if a.dtype.primitive_bitwidth == 8:
+        return _stock_dot(self, a, b, sums, *rest)
+    product = np.matmul(a.data, b.data, dtype=np.float64) + sums.data
+    return _Handle(product.astype(sums.data.dtype), sums.dtype.scalar)
 
 
 def _repaired(stock: Any) -> Any:

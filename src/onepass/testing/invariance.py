@@ -227,10 +227,15 @@ class _RecordedRun:
 
 def fingerprints(rows: Tensor) -> Tensor:
     """Return a number for each row, in which all of its bits count: sums of integers, in any order the same."""
-    bits = _flat(rows.detach()).contiguous().view(_BITS[rows.element_size()])
+    bits = as_bits(rows)
     factors = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device).mul_(_PRIME)
     parts = bits.split(max(1, _NUMBERS // max(1, bits.shape[1])))
     return torch.cat([(part.long() * factors).sum(1) for part in parts]).cpu()
+
+
+def as_bits(rows: Tensor) -> Tensor:
+    """Return [rows, numbers] as integers of the same bits."""
+    return _flat(rows.detach()).contiguous().view(_BITS[rows.element_size()])
 
 
 def _flat(rows: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from onepass.ops.linear.routing import gather_tokens, sort_rows
 from onepass.product.grouped import GroupedOptions
 from onepass.product.lora import MOST_DOCUMENTS, LoRA
 from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import cast, has_address, product_type, under_functorch
 from onepass.runtime.fp8_recipe import Precision, recipe_of
@@ -97,7 +98,7 @@ def _by_others(call: Call) -> str:
     tritons: dict[str, list[str]] = {"products": []}
     for name, weight in (("up", call.up), ("down", call.down)):
         rows, main_grad = call.chosen.numel(), getattr(weight, "main_grad", None)
-        size, in_16_bits = rows * weight.shape[1] * weight.shape[2], recipe_of(call.precision) is None
+        size, in_16_bits = rows * weight.shape[1] * weight.shape[2], recipe_of(call.precision) is None and not invariant()
         is_added = main_grad is not None and quack_adds(call.x, main_grad)
         multiplied = in_16_bits and quack_multiplies(call.x, weight, size)
         if multiplied:

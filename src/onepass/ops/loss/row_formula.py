@@ -14,6 +14,7 @@ from onepass.ops.loss.formula import LossTerms, RowLosses, as_row_losses, finish
 from onepass.ops.loss.row_functions import planes_of
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.ops.loss.targets import VocabColumns, allowed_columns, target_mass, weights_at
+from onepass.runtime.batch_invariance import rows_at_a_time
 
 
 def _finished(x: Tensor, terms: LossTerms) -> Tensor:
@@ -38,7 +39,7 @@ _BLOCK, _LARGE_BLOCK = 1 << 19, 1 << 26  # logits at a time: on a CPU, whose cac
 def _blocks(x: Tensor) -> Iterator[slice]:
     """Slices of rows, so that intermediate results are never of the logits' size."""
     rows, columns = x.shape
-    step = max(1, (_BLOCK if x.device.type == "cpu" else _LARGE_BLOCK) // max(1, columns))
+    step = rows_at_a_time(x, max(1, (_BLOCK if x.device.type == "cpu" else _LARGE_BLOCK) // max(1, columns)))
     yield from (slice(at, at + step) for at in range(0, max(rows, 1), step))
 
 

@@ -18,6 +18,7 @@ from onepass.kernels.language import device_function, tl
 from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned, inside_row, known_align, load_block, load_scale, load_vector
 from onepass.ops.norm.formula import NormOptions
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.sizes import ceil_div, power_of_two
 
 MOST_ROWS, MOST_COLUMNS = 1024, 8192
@@ -128,7 +129,7 @@ def _plan(
 
 
 def are_few(M: int, H: int) -> bool:
-    return M <= MOST_ROWS and H <= MOST_COLUMNS and M * H <= _MOST
+    return not invariant() and M <= MOST_ROWS and H <= MOST_COLUMNS and M * H <= _MOST
 
 
 def few_rows_backward(

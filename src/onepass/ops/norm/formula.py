@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.runtime.dispatch import needs_grad, under_functorch
+from onepass.runtime.formula import run_formula
 
 if TYPE_CHECKING:
     from onepass.gradients.vectors import VectorGrads
@@ -85,8 +87,9 @@ def norm_backward_formula(
     leaves = [
         None if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)
     ]
+    formula = partial(norm_formula, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
     with torch.enable_grad():
-        normed = norm_formula(*leaves, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)  # type: ignore[arg-type]
+        normed = run_formula(formula, "input", leaves[0], shared=(*leaves[1:],))  # type: ignore[arg-type]
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     grads = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
     dx, dweight, dbias = (

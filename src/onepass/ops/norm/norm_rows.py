@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, forward_fake, forward
 from onepass.product.fp8.prologue import Codes
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime.dispatch import cast
+from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8 import FP8Target, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
@@ -49,8 +51,9 @@ class NormRows(NamedTuple):
             return cast(normed, self.dtype), (x if h is None else h, norm_weight, norm_bias, stats)
         h = x if residual is None else cast(x + residual, x.dtype)
         layer, eps, centered = self.options
-        formula = norm_formula(h, norm_weight, norm_bias, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
-        return cast(cast(formula, x.dtype), self.dtype), (h, norm_weight, norm_bias, None)
+        formula = partial(norm_formula, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
+        normed = run_formula(formula, "input", h, shared=(norm_weight, norm_bias))
+        return cast(cast(normed, x.dtype), self.dtype), (h, norm_weight, norm_bias, None)
 
     def codes(self, inputs: Inputs, target: FP8Target, needs: Needs) -> tuple[Codes, Kept]:
         x, norm_weight, norm_bias, residual = inputs

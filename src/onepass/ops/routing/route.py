@@ -27,8 +27,10 @@ from onepass.kernels.language import kernels_unsupported
 from onepass.ops.routing.kernels import WIDEST, RouteOptions, forward_tiles, route_backward, route_forward
 from onepass.ops.routing.routing import Routing
 from onepass.runtime.backend import NATIVE, choose, run_other
+from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
+from onepass.runtime.formula import run_formula
 from onepass.runtime.op import Registered, define_op
 from onepass.runtime.sharding import PARTIAL, WHOLE, Layout, Split, has_dtensor, leading_split, run_on_shards, split_output
 
@@ -63,7 +65,7 @@ def _formula(logits: Tensor, bias: Tensor | None, options: RouteOptions) -> Rout
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     E = x.shape[-1]
     T = max(x.numel() // E, 1)
-    scores = x.sigmoid() if options.sigmoid else x.softmax(-1)
+    scores = run_formula(torch.sigmoid, "input", x) if options.sigmoid else x.softmax(-1)
     chosen = _choose(x.detach(), scores.detach(), bias, options)
     if options.sigmoid:
         weights = scores.gather(-1, chosen)
@@ -267,6 +269,8 @@ def route(
     if has_dtensor(logits, bias):
         return run_on_shards("route", **given, backend=backend)  # type: ignore[no-any-return]
     _check(given)
+    if aux is not None:
+        refuse("route with aux", "its loss has a gradient that depends on which experts all tokens chose")
     chosen = choose("route", backend, unsupported(logits))
     if chosen not in NATIVE:
         return run_other("route", chosen, **given)  # type: ignore[no-any-return]

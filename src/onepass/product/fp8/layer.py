@@ -12,6 +12,7 @@ from onepass.product.fp8.product import FP8Product
 from onepass.product.fp8.weight import fp8_weight
 from onepass.product.precision import PRODUCTS
 from onepass.product.product import Product
+from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.fp8_recipe import FP8Recipe
 
@@ -22,6 +23,8 @@ def fp8_product(
     """Return the product. Its weight carries the scales, which ranks share where they have rows of one tensor."""
     if under_functorch():
         raise RuntimeError("precision must be None under vmap and functional derivatives: a product in eight bits keeps state")
+    if recipe.scaling != "row":
+        refuse(f"precision with {recipe.scaling} scales", "a scale is of all rows, where by 'row' each has its own")
     if torch.compiler.is_compiling():
         if layout is not None:
             raise RuntimeError("precision must be None under torch.compile with a tp_group: run the call uncompiled")

@@ -95,6 +95,7 @@ class PlanInputs(NamedTuple):
     shard: bool  # ranks share the vocabulary: then two chunks' logits are in memory at a time
     chunk_bytes: int | None
     low_rank: int = 0  # of a LoRA
+    invariant: bool = False  # rows' bits may not depend on how many there are: the mode doesn't, and rows of logits are whole
 
 
 class MachineSpeed(NamedTuple):
@@ -145,20 +146,30 @@ def _candidates(inputs: PlanInputs, machine: MachineSpeed) -> Iterator[tuple[Hea
     if not gradients:
         for rows in _row_counts(inputs, few=True):
             # with LoRA a chunk copies the weight: more tokens at a time, and blocks of the vocabulary, copy it less often
-            for columns in _column_counts(inputs) if inputs.low_rank else (inputs.V,):
+            for columns in _column_counts(inputs) if inputs.low_rank and not inputs.invariant else (inputs.V,):
                 yield _chunked_plan("loss_only", inputs, machine, rows, columns)
         return
     if inputs.promised:
         yield from (_chunked_plan("known_grad_scale", inputs, machine, rows) for rows in _row_counts(inputs, few=True))
         return
-    if inputs.mode in (None, "keep_logits"):
+    modes = _modes(inputs)
+    if "keep_logits" in modes:
         yield _keep_logits_plan(inputs, machine)
-    if inputs.mode in (None, "grad_in_forward") and inputs.scalar:
+    if "grad_in_forward" in modes:
         yield from (_chunked_plan("grad_in_forward", inputs, machine, rows) for rows in _row_counts(inputs))
-    if inputs.mode in (None, "recompute"):
+    if "recompute" in modes:
         for rows in _row_counts(inputs):
-            for columns in _column_counts(inputs):
+            for columns in (inputs.V,) if inputs.invariant else _column_counts(inputs):
                 yield _recompute_plan(inputs, machine, rows, columns)
+
+
+def _modes(inputs: PlanInputs) -> tuple[str, ...]:
+    """The modes that may be chosen for gradients. Logits that wait and those made again have the same gradients, bit for bit."""
+    if inputs.mode is not None:
+        return (inputs.mode,)
+    if inputs.scalar and inputs.invariant:
+        return ("grad_in_forward",)
+    return ("keep_logits", "recompute", *["grad_in_forward"] * inputs.scalar)
 
 
 def _shared(inputs: PlanInputs, machine: MachineSpeed) -> tuple[HeadPlan, int]:
@@ -174,12 +185,14 @@ def _shared(inputs: PlanInputs, machine: MachineSpeed) -> tuple[HeadPlan, int]:
     if not gradients and not chosen:
         return _chunked_plan("loss_only", inputs, machine, min(rows, _SHARED_FORWARD_ROWS))
     most = _KEPT_ROWS // 2 if inputs.wide else _KEPT_ROWS
-    if inputs.mode in (None, "keep_logits") and gradients and not chosen and most >= inputs.N:
+    modes = _modes(inputs) if gradients and (inputs.invariant or not chosen) else ()
+    if "keep_logits" in modes and not chosen and most >= inputs.N:
         return _keep_logits_plan(inputs, machine)
-    if inputs.mode in (None, "grad_in_forward") and gradients and not chosen and inputs.scalar:
+    if "grad_in_forward" in modes:
         return _chunked_plan("grad_in_forward", inputs, machine, rows)
     budget = machine.budget if inputs.chunk_bytes is None else inputs.chunk_bytes
     columns = max(_LEAST_COLUMNS, budget // (rows * _logit_bytes(inputs, 1, 1)) // 256 * 256)
+    columns = inputs.V if inputs.invariant else columns
     plan, working = _recompute_plan(inputs, machine, rows, min(inputs.V, columns))
     return (plan if gradients else replace(plan, mode="loss_only")), working
 

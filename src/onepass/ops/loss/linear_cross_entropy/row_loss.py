@@ -21,6 +21,7 @@ from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.reduction import row_gradient
 from onepass.ops.loss.row_kernels import RowGradients
 from onepass.ops.loss.targets import VocabColumns, as_targets
+from onepass.runtime.batch_invariance import invariant
 
 
 class TokenRows(NamedTuple):
@@ -178,7 +179,7 @@ def _plan_inputs(
         N, D, V, size, options.wide and size < 4, needs.need_hidden or through_lora, needs.need_weight or needs.need_bias,
         options.reduction != "none" and (promised or not options.differentiable()),
         main_grad is not None and main_grad.dtype is torch.float32, promised, mode, options.group != "", options.chunk_bytes,
-        low_rank,
+        low_rank, invariant(),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from onepass.ops.loss.linear_divergence.formula import (
     finite_base,
     merge_statistics,
 )
+from onepass.runtime.batch_invariance import rows_at_a_time
 
 _BLOCK, _LARGE_BLOCK = 1 << 17, 1 << 26  # logits of each head at a time: on a CPU, whose caches hold them, and elsewhere
 
@@ -31,7 +32,8 @@ class LogitRows(NamedTuple):
     room: int
 
     def blocks(self) -> Iterator[tuple[slice, LogitRows]]:
-        step = max(1, (_BLOCK if self.student.device.type == "cpu" else _LARGE_BLOCK) // max(1, self.student.shape[1]))
+        most = max(1, (_BLOCK if self.student.device.type == "cpu" else _LARGE_BLOCK) // max(1, self.student.shape[1]))
+        step = rows_at_a_time(self.student, most)
         for at in range(0, self.student.shape[0], step):
             part = slice(at, at + step)
             student, out, teacher, labels = (t[part] for t in self[:4])

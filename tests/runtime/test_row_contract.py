@@ -1,0 +1,62 @@
+"""The contract of rows under `batch_invariant()` finds what depends on how many there are or on their places."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from onepass.kernels import invariant_product
+from onepass.ops.norm import few_rows
+from onepass.ops.softmax import kernels
+from onepass.ops.softmax import softmax as module
+from onepass.runtime import batch_invariance
+from onepass.runtime.samples import random_tensors
+from onepass.testing.contract import subjects
+from onepass.testing.mutants import mutate
+from onepass.testing.row_contract import gives_rows_the_same_bits, row_call
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+on_a_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="of PyTorch's operators on a CPU")
+MUTANTS = {  # function, what is there, what stands there instead
+    "a row's bits depend on the number of rows": ("_softmax_rows", "tl.sum(e, 1)", "tl.sum(e, 1) * (1.0 + M * 1e-6)"),
+    "on its place": ("_softmax_rows", "tl.sum(e, 1)", "tl.sum(e, 1) + rows * 1e-6"),
+    "on the rows beside it": ("_softmax_rows", "tl.sum(e, 1)", "tl.sum(e, 1) + tl.max(tl.sum(e, 1), 0) * 1e-6"),
+    "in backward": ("_softmax_backward_kernel", "total[:, None])", "total[:, None] * (1.0 + M * 1e-6))"),
+}
+FORGOTTEN = {  # a module that forgets to ask whether the promise is in force, and the sample and backend that find it
+    "few rows' kernel": (few_rows, "rms_norm: wide", "triton"),
+    "PyTorch's operators on all rows at once": (batch_invariance, "bias_activation: linear", "torch"),
+    "a router's sigmoid": (batch_invariance, "route: sigmoid, groups, bias", "torch"),
+    "PyTorch's products": (invariant_product, "norm_linear", "torch"),
+}
+
+
+def fails(subject):
+    with pytest.raises(AssertionError, match="rows are not as among"):
+        gives_rows_the_same_bits(subject)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_kernel_whose_rows_depend_on_others_fails(name):
+    subject = subjects("triton", DEVICE)["softmax: plain"]
+    fails(replace(subject, op=replace(subject.op, function=mutate(kernels, *MUTANTS[name], entry=module).softmax)))
+
+
+@on_a_cpu
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_what_forgets_to_ask_fails(monkeypatch, name):
+    forgetful, sample, backend = FORGOTTEN[name]
+    monkeypatch.setattr(few_rows, "MOST_ROWS", 8)
+    monkeypatch.setattr(forgetful, "invariant", lambda: False)
+    subject = subjects(backend, DEVICE)[sample.removesuffix(": wide")]
+    if sample.endswith(": wide"):  # of short rows both kernels have the same sums
+        subject = replace(subject, sample=replace(subject.sample, tensors=partial(random_tensors, ((11, 2500), (2500,)))))
+    fails(subject)
+
+
+def test_every_op_has_rows():
+    for name, subject in subjects("torch", DEVICE).items():
+        call = row_call(subject.op, vars(subject.sample.call(subject.op.call, *subject.tensors())))
+        assert call is not None or "documents" in name, name
