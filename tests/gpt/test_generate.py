@@ -15,7 +15,7 @@ NEW = 64
 VARIANTS = {
     "llama": {},
     "interleaved": {"rotary_interleaved": True, "rotary_percent": 0.5},
-    "gpt-2": BIASES | {"gated_linear_unit": False, "activation_func": "gelu", "ffn_hidden_size": 32},
+    "gpt-2": BIASES | {"gated_linear_unit": False, "activation_func": "gelu"},
     "heads normed": {"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
     "rope by PyTorch": {"apply_rope_fusion": False, "qk_layernorm": True},
     "no positions": {"position_embedding_type": "none"},
