@@ -10,6 +10,9 @@ from torch import Tensor
 
 from onepass.runtime.process_setting import ProcessSetting
 
+_FULL_ROWS = 64
+_THREADED = 1 << 15  # numbers that PyTorch divides over threads
+
 INVARIANT = ProcessSetting("batch_invariant", False)
 
 
@@ -18,16 +21,17 @@ def invariant() -> bool:
     return INVARIANT.process if not INVARIANT.has_blocks else INVARIANT.in_thread()
 
 
-def rows_at_a_time(x: Tensor, most: int) -> int:
-    """Return how many of x's rows PyTorch's operators may take at once: `most`, or under the promise one.
+def rows_at_a_time(x: Tensor, most: int, alone: bool = False) -> int:
+    """Return how many of x's rows PyTorch's operators may take at once: `most`, or under the promise one, or 64 of short rows.
 
-    On a CPU they compute what a vector of numbers has no room for in another way, and so the last numbers of the last row.
+    On a CPU they compute what fills no vector of numbers in another way, and what is left of a thread's part. 64 short rows fill
+    all vectors, and are one thread's. alone: never several.
     """
     if not invariant():
         return most
     if x.device.type != "cpu" and x.numel():
         refuse("PyTorch's formula on a GPU", "how it sums a row depends on how many rows there are")
-    return 1
+    return 1 if alone or x.shape[-1] >= _THREADED // _FULL_ROWS else _FULL_ROWS
 
 
 def refuse(what: str, why: str) -> None:

@@ -67,8 +67,9 @@ def run_sequences(
     of_row = (*(t.shape[1:] for t in tokens), (*documents, *shapes.state))
     first, *others = (t.flatten(1) for t in tokens)
     rows = run_formula(
-        of_rows, "input", first, shared=(*shared,), per_row=(*others, None if states is None else states_as_rows(states))
-    )
+        of_rows, "input", first, shared=(*shared,), per_row=(*others, None if states is None else states_as_rows(states)),
+        alone=True,
+    )  # fmt: skip
     if not final:
         return rows.view(shapes.y)  # type: ignore[no-any-return]
     return rows[0].view(shapes.y), rows[1].view(*(documents or shapes.y[:1]), *shapes.state)

@@ -347,7 +347,7 @@ def _by_formula(
         )
         return tuple([y.flatten(-2) for y in ys])
 
-    ys = run_formula(formula, "input", x.flatten(-2), shared=with_fp32_grads(weight, bias))
+    ys = run_formula(formula, "input", x.flatten(-2), shared=with_fp32_grads(weight, bias), alone=True)
     return tuple([y.unflatten(-1, (shape[0], size)) for y, size in zip(ys, sizes, strict=True)])
 
 
