@@ -174,3 +174,65 @@ def test_undo_takes_the_processes_change_back():
     finally:
         change.undo()
     assert not invariant() and invariant_product._replacement._library is None
+
+
+# ---- where rows lie ----
+
+LAYOUTS = {  # of a gradient [M, N], from a row's numbers
+    "expanded over columns": lambda dy: dy[:, :1].expand(dy.shape),
+    "one number": lambda dy: dy[:1, :1].expand(dy.shape),
+    "by columns": lambda dy: dy.t().contiguous().t(),
+    "every other": lambda dy: torch.stack([dy, dy], 2).flatten(1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", (F.linear, onepass.linear), ids=("F.linear", "onepass.linear"))
+def test_gradients_that_lie_otherwise(call, layout):
+    x, w, _ = operands(torch.float32, K=64, N=1000)
+    weight, dy = w.clone().requires_grad_(), torch.randn(len(x), len(w))
+    dy = dy[:1].expand(dy.shape).contiguous() if layout == "one number" else dy
+
+    def gradient(rows):
+        given = x[rows].clone().requires_grad_()
+        return torch.autograd.grad(call(given, weight), given, LAYOUTS[layout](dy[rows]))[0]
+
+    with onepass.batch_invariant():
+        whole = gradient(slice(None))
+        for size in (1, 2, 3, 5):
+            assert torch.equal(gradient(slice(9, 9 + size)), whole[9 : 9 + size])
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_that_lie_apart(dtype, biased, frozen):
+    """PyTorch calls mm, bmm or addmm for these, by their strides and by who wants gradients."""
+    x, w, bias = operands(dtype, M=60, K=1000)
+    x, weight = x.view(5, 12, 1000), w.clone().requires_grad_(not frozen)
+    linear = torch.nn.Linear(1000, len(w), bias=biased, dtype=dtype)
+    linear.weight.data, linear.weight.requires_grad = weight.data, not frozen
+    with onepass.batch_invariant(), torch.no_grad():
+        whole = linear(x)
+        for part in (x[:1, -3:], x[:, -3:], x[1:3, 2:3]):
+            at = (part.storage_offset() // 1000 // 12, part.storage_offset() // 1000 % 12)
+            expected = whole[at[0] : at[0] + part.shape[0], at[1] : at[1] + part.shape[1]]
+            assert torch.equal(linear(part), expected)
+            assert biased or torch.equal(part @ linear.weight.t(), expected)
+
+
+def test_what_pytorch_refuses_it_refuses():
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    wrong = {
+        "rows in place": lambda: torch.randn(3, 6).addmm_(a, b),
+        "a vector in place": lambda: torch.randn(6).addmm_(a, b),
+        "out of another type": lambda: torch.mm(a, b, out=torch.empty(4, 6, dtype=torch.float64)),
+        "start of another size": lambda: torch.addmm(torch.randn(3, 6), a, b, beta=0),
+        "start of another type": lambda: torch.addmm(torch.randn(6, dtype=torch.float64), a, b),
+    }
+    for name, call in wrong.items():
+        with pytest.raises(RuntimeError) as expected:
+            call()
+        with onepass.batch_invariant(), pytest.raises(RuntimeError) as found:
+            call()
+        assert str(found.value) == str(expected.value), name

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.distributed.collectives import Pending, group_of_several, start_all_gather, start_all_reduce, start_reduce_scatter
-from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.dispatch import add_matmul
 
 
@@ -78,13 +77,6 @@ def start_gather(x: Tensor, layout: TPLayout | None) -> Pending:
 Start = Callable[[Tensor, int, Tensor | None], Tensor]  # of rows, y's width and a bias, what a product is added to
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, rounded once wherever x's rows lie if `batch_invariant()` asks for that."""
-    if x.dim() == 2 or not invariant():
-        return F.linear(x, weight, bias)
-    return F.linear(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-
 def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout | None, start: Start | None = None) -> Tensor:
     """Return y. x has the product's type, and parameters are rounded to it. `start` makes what the product is added to."""
     if weight.dtype is not x.dtype:
@@ -92,11 +84,11 @@ def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout 
     if bias is not None and bias.dtype is not x.dtype:
         bias = bias.to(x.dtype)
     if layout is None:
-        return multiply(x, weight, bias) if start is None else _started(x, weight, bias, start)
+        return F.linear(x, weight, bias) if start is None else _started(x, weight, bias, start)
     if not layout.by_row:
         x = start_gather(x, layout).wait()
-        return multiply(x, weight, bias) if start is None else _started(x, weight, bias, start)
-    y = start_sum(multiply(x, weight, None) if start is None else _started(x, weight, None, start), layout).wait()
+        return F.linear(x, weight, bias) if start is None else _started(x, weight, bias, start)
+    y = start_sum(F.linear(x, weight, None) if start is None else _started(x, weight, None, start), layout).wait()
     return y if bias is None else y + bias
 
 

@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from onepass.kernels.cublaslt_library import TRANSPOSE_A, TYPES, Algorithm, Library, handle_of, load, loaded
 from onepass.runtime.batch_invariance import INVARIANT, invariant
+from onepass.runtime.dispatch import under_functorch
 from onepass.runtime.process_setting import SettingChange
 from onepass.runtime.sizes import ceil_div
 
@@ -43,7 +45,9 @@ _LISTED = 8  # algorithms that are asked for
 _REFERENCE_ROWS = 4096
 _FEW = 512  # rows, up to which cuBLAS would split a long sum, and lists little else
 _UNSPLIT = 2048  # of a sum that it doesn't split
-_COMPARED_ROWS, _COMPARED_COLUMNS = 512, 256
+_COMPARED_ROWS, _COMPARED_NUMBERS = 4096, 1 << 26  # at most: rows, and numbers of a matrix
+_OTHERS = 64  # rows beside, when the reference's bits are compared
+_COLUMNS = 256  # a compared width differs from the real one by multiples of this
 _CPU_ROWS = 64
 _CPU_COLUMNS = 48  # what tiles' columns divide
 
@@ -76,7 +80,6 @@ class _InvariantProducts:
             options |= {_EPILOGUE: c_int(_ADD_BIAS), _BIAS: c_void_p(_ALIGNMENT)}
         self._library.set_all("MatmulDesc", self._product, options)
         self._alignment = _alignment(kind)
-        self._same: dict[bytes, bool] = {}  # whether an algorithm has the reference's bits
         self._of_step: dict[int, Algorithm] = {}
         self.reference = self._first(_REFERENCE_ROWS, kind.K)
 
@@ -104,36 +107,33 @@ class _InvariantProducts:
         return known
 
     def _choose(self, step: int) -> Algorithm:
-        """Return the first algorithm of cuBLAS's list that has the reference's bits, or the reference."""
+        """Return the first algorithm of cuBLAS's list that has the reference's bits for so many rows, or the reference."""
         listed = self._listed(step, self.kind.K if step > _FEW else min(self.kind.K, _UNSPLIT))
-        return next((each for each in listed if self._has_same_bits(each)), self.reference)
+        for each in (*listed, self.reference):
+            if self._has_same_bits(each, step):
+                return each
+        raise RuntimeError(f"cuBLASLt has no algorithm whose rows don't depend on their number for {self.kind}")
 
-    def _has_same_bits(self, algorithm: Algorithm) -> bool:
-        settings = bytes(algorithm.algorithm)
-        if settings not in self._same:
-            self._same[settings] = self._compare(algorithm)
-        return self._same[settings]
-
-    def _compare(self, algorithm: Algorithm) -> bool:
-        """Multiply random rows by both algorithms, the other's at other places."""
-        kind = self.kind
+    def _has_same_bits(self, algorithm: Algorithm, step: int) -> bool:
+        """Multiply random rows by an algorithm, and by the reference among others."""
+        kind, rows = self.kind, min(step, _COMPARED_ROWS, max(_OTHERS, _COMPARED_NUMBERS // self.kind.K))
         generator = torch.Generator(f"cuda:{kind.device}").manual_seed(0)
 
         def draw(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
             return torch.randn(shape, dtype=dtype, generator=generator, device=generator.device)
 
-        N = kind.N if kind.N < 2 * _COMPARED_COLUMNS else _COMPARED_COLUMNS + kind.N % _COMPARED_COLUMNS  # as well aligned
-        x, b = draw(_COMPARED_ROWS, kind.K), draw(kind.K, N)
+        most = max(1, _COMPARED_NUMBERS // (max(rows, kind.K) * _COLUMNS)) * _COLUMNS
+        N = kind.N if most >= kind.N else most - _COLUMNS + kind.N % _COLUMNS  # as well aligned
+        x, b = draw(rows + _OTHERS, kind.K), draw(kind.K, N)
         b = b if kind.by_rows else b.t().contiguous().t()
         bias = draw(N, dtype=kind.out_dtype) if kind.has_bias else None
-        expected, found = (torch.empty(_COMPARED_ROWS, N, dtype=kind.out_dtype, device=x.device) for _ in range(2))
+        expected, found = (torch.empty(len(each), N, dtype=kind.out_dtype, device=x.device) for each in (x, x[_OTHERS:]))
         self.run(self.reference, x, b, expected, bias, None, 1.0, 0.0)
-        skipped = _COMPARED_ROWS // 8
         try:
-            self.run(algorithm, x[skipped:], b, found[skipped:], bias, None, 1.0, 0.0)
+            self.run(algorithm, x[_OTHERS:], b, found, bias, None, 1.0, 0.0)
         except RuntimeError:  # it doesn't take these sizes
             return False
-        return torch.equal(expected[skipped:], found[skipped:])
+        return torch.equal(expected[_OTHERS:], found)
 
     def run(
         self, algorithm: Algorithm, x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, start: Tensor | None,
@@ -306,12 +306,29 @@ _Raw = dict[str, Any]  # PyTorch's kernels, by the names of ops
 _TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def _takes(x: Tensor, b: Tensor) -> bool:
-    """Whether a product's rows are promised their bits: not those of a weight's gradient, whose x is stored by columns."""
+def _takes(
+    x: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None, start: Tensor | None = None
+) -> bool:  # fmt: skip
+    """Whether a product's rows are promised their bits. A weight's gradient's are not, and what is wrong PyTorch says."""
     if not invariant() or x.dim() != 2 or b.dim() != 2 or x.shape[1] != b.shape[0] or x.dtype is not b.dtype:
-        return False  # PyTorch says what is wrong
-    by_columns = x.stride(1) != 1 or (x.stride(0) == 1 and x.shape[1] > 1)
-    return x.dtype in _TYPES and x.device == b.device and x.numel() > 0 and b.numel() > 0 and (not by_columns or x.shape[1] == 1)
+        return False
+    if x.dtype not in _TYPES or x.device != b.device or not x.numel() or not b.numel() or _is_transposed(x):
+        return False
+    dtype, shape = dtype or x.dtype, (x.shape[0], b.shape[1])
+    if out is not None and (out.dtype is not dtype or out.device != x.device or (out.numel() > 0 and out.shape != shape)):
+        return False
+    if start is None:
+        return True
+    fits = start.dim() <= 2 and all(
+        mine in (1, theirs) for mine, theirs in zip(reversed(start.shape), reversed(shape), strict=False)
+    )
+    return fits and start.device == x.device and start.dtype in (x.dtype, dtype)
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Whether x is a matrix of rows, transposed, as in a weight's gradient."""
+    rows, columns = x.stride()
+    return rows == 1 and x.shape[1] > 1 and columns >= x.shape[0]
 
 
 def _product(
@@ -332,7 +349,7 @@ def _product(
 
 def _mm(name: str, raw: _Raw) -> Callable[..., Tensor]:
     def run(keyset: Any, x: Tensor, b: Tensor, *dtype: torch.dtype, **out: Any) -> Tensor:
-        if not _takes(x, b):
+        if not _takes(x, b, dtype[0] if dtype else None, **out):
             return raw[name].call_boxed(keyset, x, b, *dtype, **out)  # type: ignore[no-any-return]
         return _product(raw, keyset, x, b, dtype=dtype[0] if dtype else None, **out)
 
@@ -343,19 +360,51 @@ def _addmm(name: str, raw: _Raw) -> Callable[..., Tensor]:
     def run(
         keyset: Any, start: Tensor, x: Tensor, b: Tensor, *dtype: torch.dtype, beta: float = 1, alpha: float = 1, **out: Any
     ) -> Tensor:  # fmt: skip
-        if not _takes(x, b):
+        into: dict[str, Any] = {"out": start} if name == "addmm_" else out
+        if not _takes(x, b, dtype[0] if dtype else None, into.get("out"), start) or (
+            name == "addmm_" and start.shape != (x.shape[0], b.shape[1])
+        ):
             options: dict[str, Any] = {"beta": beta, "alpha": alpha, **out}
             return raw[name].call_boxed(keyset, start, x, b, *dtype, **options)  # type: ignore[no-any-return]
-        if name == "addmm_":
-            out = {"out": start}
-        return _product(raw, keyset, x, b, dtype=dtype[0] if dtype else None, start=start, alpha=alpha, beta=beta, **out)
+        return _product(raw, keyset, x, b, dtype=dtype[0] if dtype else None, start=start, alpha=alpha, beta=beta, **into)
 
     return run
 
 
+def _bmm(name: str, raw: _Raw) -> Callable[..., Tensor]:
+    def run(keyset: Any, x: Tensor, b: Tensor) -> Tensor:
+        if invariant() and x.dim() == b.dim() == 3 and len(x) == len(b) and (len(b) == 1 or b.stride(0) == 0):
+            rows, matrix = x.reshape(-1, x.shape[2]), b[0]  # a matrix for all rows, as PyTorch calls it without gradients
+            if _takes(rows, matrix):
+                return _product(raw, keyset, rows, matrix).view(*x.shape[:2], matrix.shape[1])
+        return raw[name].call_boxed(keyset, x, b)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _linear(raw: Any) -> Callable[..., Tensor]:
+    """F.linear of three dimensions as that of all rows: PyTorch rounds twice, before and after the bias, where they lie apart."""
+
+    def run(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not invariant() or type(x) not in (Tensor, Parameter) or not x.dim() or under_functorch():
+            return raw.call_boxed(keyset, x, weight, bias)  # type: ignore[no-any-return]
+        rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        y: Tensor = raw.call_boxed(keyset, rows, weight, bias)
+        if y.requires_grad:
+            y.register_hook(_by_rows)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    return run
+
+
+def _by_rows(dy: Tensor) -> Tensor:
+    """Return a gradient that can't be taken for a transposed one."""
+    return dy.contiguous() if _is_transposed(dy) else dy
+
+
 _FORMS = "", ".out", ".dtype", ".dtype_out"
 _REPLACED = {f"{op}{form}": make for op, make in (("mm", _mm), ("addmm", _addmm)) for form in _FORMS}
-_REPLACED["addmm_"] = _addmm
+_REPLACED |= {"addmm_": _addmm, "bmm": _bmm}
 
 
 class _Replacement:
@@ -383,6 +432,10 @@ class _Replacement:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that a kernel is replaced
                     library.impl(name, _REPLACED[name](name, raw), key, with_keyset=True)
+        linear = _linear(torch.library.get_kernel("aten::linear", "AutogradCPU"))  # PyTorch's, the same for all devices
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library.impl("linear", linear, "CompositeImplicitAutograd", with_keyset=True)
         return library
 
 

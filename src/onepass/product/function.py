@@ -33,6 +33,7 @@ from onepass.gradients.vectors import VectorGrads, accumulates, saved_vectors, v
 from onepass.product.lora import WITH_ADAPTERS, LoRA, are_masked
 from onepass.product.product import PlainProduct, Product
 from onepass.product.prologue import Inputs, Kept, Prologue, PrologueGradients, early_saves, save, saved
+from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable, under_functorch, writable
 
 SKIP = GradRequest.SKIP
@@ -78,6 +79,8 @@ class _Linear(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx: Any, dy: Tensor | None, *more: Any) -> tuple[Tensor | None, ...]:
         asked, row_counts = grad_requests(ctx, ctx.count, first=_FIRST), ctx.row_counts
+        if dy is not None and invariant():
+            dy = dy.contiguous()  # stored by columns it would be taken for a weight's gradient's
         product, adapters, tensors = ctx.product, ctx.num_adapters, saved(ctx)
         if adapters:
             asked, asked_of_adapters = asked[:-adapters], asked[-adapters:]

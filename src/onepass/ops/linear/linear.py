@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.distributed.collectives import group_of_several
-from onepass.distributed.tensor_parallel import TPLayout, check_divisible, multiply, tp_layout
+from onepass.distributed.tensor_parallel import TPLayout, check_divisible, tp_layout
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.gradients.main_grad import accumulates_elsewhere
 from onepass.product.function import is_plain, multiply_rows
@@ -161,7 +161,7 @@ def linear(
     if lora is not None:
         return add_lora(x, weight, bias, product, check_adapters(lora, x, weight))
     if is_plain(product, weight, bias):
-        return multiply(x, weight, bias)  # PyTorch's own does all that remains
+        return F.linear(x, weight, bias)  # PyTorch's own does all that remains
     x = cast(x, product_type(x)) if under_autocast(x) else x
     return multiply_rows(x, weight, bias, product, x.dtype)
 
