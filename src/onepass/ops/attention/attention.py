@@ -461,7 +461,8 @@ def attention(
     if other and options.gated and cos is not None and parts_by_cudnn(rows):  # the same kernels, and gates in place
         other, options = False, options._replace(kernels=PYTORCH)
     if chosen == "torch" or not qkv.numel() or other:
-        by_kernel = chosen != "torch"
+        # on a GPU the formula's norms depend on the number of rows, where attention's kernels take no fp32 and these do
+        by_kernel = chosen != "torch" or (rows.is_cuda and rows.dtype is torch.float32 and q_weight is not None and invariant())
         return attend_by_pytorch(rows, cos, sin, cu_seqlens, sinks, weights, options, overwrite, by_kernel)
     return _by_kernels(rows, cos, sin, cu_seqlens, sinks, weights, options, overwrite)
 
