@@ -130,6 +130,17 @@ def test_a_name_that_moved_changes_nothing(module, name, vllm, monkeypatch):
     assert vllm["op_registry_oot"] == {} and not invariant()
 
 
+def test_a_switch_that_raises_changes_nothing(vllm, monkeypatch):
+    def switch():
+        raise RuntimeError("there is no library")
+
+    monkeypatch.setenv("ONEPASS_VLLM", "1")
+    monkeypatch.setattr(plugin, "batch_invariant", switch)
+    with pytest.raises(RuntimeError, match="no library"):
+        plugin.register()
+    assert vllm["op_registry_oot"] == {} and vllm["Sampler"].compute_logprobs(None) == "vLLM's own"
+
+
 def test_vllm_finds_it_by_its_entry_point():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     (found,) = re.findall(r'^\[project\.entry-points\."vllm\.general_plugins"\].*\nonepass = "(.*)"$', text, re.MULTILINE)

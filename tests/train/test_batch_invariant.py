@@ -87,6 +87,10 @@ def test_a_models_bits(changes):
         (["--no-attention-fusion"], "attention_fusion must be True with batch_invariant, as PyTorch's operators promise nothing"),
         (["--no-norm-fusion"], "norm_fusion must be True with batch_invariant"),
         (["--no-cross-entropy-loss-fusion"], "cross_entropy_loss_fusion must be True with batch_invariant"),
+        (
+            ["--num-experts", "4", "--moe-aux-loss-coeff", "0.01"],
+            "moe_aux_loss_coeff must be 0.0 with batch_invariant, as its gradient depends on which experts all tokens chose",
+        ),
         (["--no-deterministic"], "deterministic must be true with batch_invariant, as sums in any order have any bits"),
     ],
 )

@@ -49,10 +49,10 @@ def register() -> None:
         registered, _ = CustomOp.register_oot, Sampler.compute_logprobs
     except (ImportError, AttributeError) as error:
         raise SeamError(f"vLLM lacks what onepass replaces ({error}): unset {VARIABLE}") from error
+    _registered = batch_invariant()  # first, as it raises where PyTorch or CUDA can't
     for name, made in makers:
         registered(name=name)(made)
     Sampler.compute_logprobs = staticmethod(log_probabilities)
-    _registered = batch_invariant()
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

@@ -175,6 +175,7 @@ def _check_invariant(config: Config) -> None:
     dropped, plain = (0.0, "what is dropped depends on a token's place"), (True, "PyTorch's operators promise nothing")
     needs: dict[str, tuple[object, str]] = {"hidden_dropout": dropped, "attention_dropout": dropped}
     needs |= dict.fromkeys(NEEDED_FUSIONS, plain)
+    needs |= {"moe_aux_loss_coeff": (0.0, "its gradient depends on which experts all tokens chose")}
     needs |= {"fp8_recipe": ("rowwise", "others are of all rows")} if config.fp8_format is not None else {}
     for name, (needed, why) in needs.items():
         if (value := getattr(config, name)) != needed:

@@ -5,10 +5,12 @@ import warnings
 
 import pytest
 import torch
-from integrations.huggingface.families import VOCABULARY, made
+from integrations.huggingface.families import VOCABULARY
+from integrations.huggingface.families import made as made_with_balance
 
 import onepass
 from onepass.integrations import huggingface
+from onepass.integrations.huggingface import applied as applied_module
 from onepass.runtime.batch_invariance import invariant
 from onepass.testing.invariance import check_batches, check_packing
 
@@ -34,6 +36,12 @@ def applied(request):
         return result
 
     return apply
+
+
+def made(family, **options):
+    """Return a tiny model, of a mixture without the loss that balances experts."""
+    more = {"output_router_logits": False} if family == "Qwen3Moe" else {}
+    return made_with_balance(family, **more | options)
 
 
 def ids(*shape, seed=0):
@@ -110,11 +118,12 @@ def test_with_peft(when, applied):
     model = made("Llama")
     if when == "before":
         model = peft.get_peft_model(model, config)
-        applied(model)
+        report = applied(model)
     else:
-        applied(model)
+        report = applied(model)
         model = peft.get_peft_model(model, config)
     model.train()
+    assert report.rows[-1].why is None
     check_batches(model, input_ids=ids(5, 8), use_cache=False, splits=6).raise_if_different()
     check_packing(model, packs(4, 7)).raise_if_different()
 
@@ -146,6 +155,20 @@ def test_two_models_keep_it_until_both_are_undone(first_ends_first):
     assert invariant()
     second.undo()
     assert not invariant()
+
+
+def test_a_switch_that_raises_leaves_the_model_as_it_was(monkeypatch):
+    """As without the library that has the products."""
+
+    def switch():
+        raise RuntimeError("there is no library")
+
+    model = made("Llama")
+    monkeypatch.setattr(applied_module, "switch", switch)
+    with pytest.raises(RuntimeError, match="no library"):
+        huggingface.apply(model, batch_invariant=True)
+    assert not [each for each in model.modules() if "_onepass" in vars(each)] and not invariant()
+    huggingface.apply(model).undo()
 
 
 def test_what_fails_leaves_it_off():
@@ -183,6 +206,13 @@ def test_dropout_is_refused_by_name(changes, said):
     assert not invariant() and not [each for each in model.modules() if "_onepass" in vars(each)]
 
 
+def test_the_loss_that_balances_experts_is_refused():
+    model = made("Qwen3Moe", output_router_logits=True)
+    with pytest.raises(ValueError, match=r"config.output_router_logits must be False with batch_invariant.*but is True"):
+        huggingface.apply(model, batch_invariant=True)
+    assert not invariant()
+
+
 @pytest.mark.parametrize("precision", ("fp8", onepass.FP8Recipe(scaling="current")))
 def test_scales_of_whole_tensors_are_refused(precision):
     with pytest.raises(ValueError, match=r"FP8Recipe\(scaling='row'\), but has '(delayed|current)' ones"):
@@ -218,10 +248,12 @@ def test_the_report_of_a_model_that_is_all_onepass(family, applied):
         ("Llama", {"rope": False}, "model.layers.*.self_attn"),
         ("Qwen3Moe", {"mlp": False}, "model.layers.*.mlp.experts, model.layers.*.mlp.gate"),
         ("Llama", {"loss": False, "mlp": False, "norm": True}, None),
+        ("GPT2", {}, "transformer (its code doesn't pass a mask on to its layers)"),
     ],
 )
 def test_the_report_names_what_is_not(family, options, others, applied):
-    why = applied(made(family), **options).rows[-1].why
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if family == "GPT2" else {}
+    why = applied(made(family, **off), **options).rows[-1].why
     assert why == (others and f"not onepass's, and may mix rows: {others}")
 
 

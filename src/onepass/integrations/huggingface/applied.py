@@ -242,6 +242,8 @@ def apply(
     try:
         with fresh_defaults():
             rows = _replaced(model, patches, norm, mlp, rope, loss, qkv, recipe, frozen_layouts)
+        if batch_invariant and len(patches):
+            patches.on_undo(switch().undo)
         main_grads = add_in_place(model, patches, release_main_grad) if main_grad and len(patches) else None
     except BaseException:
         patches.undo()
@@ -252,8 +254,6 @@ def apply(
             or f": it has no {', '.join(asked)} that is known"
         )
         raise ValueError(f"there is nothing to replace in this {type(model).__name__}{reasons}")
-    if batch_invariant:
-        patches.on_undo(switch().undo)
     applied = Applied(model, patches, rows, main_grads, batch_invariant)
     patches.set(model, _MARK, True)
     patches.set(model, "_replicate_for_data_parallel", _refuse_replicas)

@@ -19,13 +19,18 @@ _LARGE = "mlp", "qkv", "loss"  # parts that have more than one layer
 
 
 def check_invariant(model: nn.Module, recipe: FP8Recipe | None) -> None:
-    """Raise ValueError where a token's bits would depend on its place or on other rows: dropout, and scales of whole tensors."""
+    """Raise ValueError where a token's bits would depend on its place, by dropout, or on all rows, by scales or a loss."""
     if recipe is not None and recipe.scaling != "row":
         raise ValueError(
             f"precision must have scales by row with batch_invariant, FP8Recipe(scaling='row'), but has {recipe.scaling!r} ones, "
             "which are of all rows"
         )
     for name, module in model.named_modules():
+        if getattr(vars(module).get("config"), "output_router_logits", False):
+            raise ValueError(
+                f"{name or type(module).__name__}.config.output_router_logits must be False with batch_invariant, as the loss "
+                "that balances experts has gradients of all rows, but is True"
+            )
         rates = {at: value for at, value in vars(module).items() if re.search("drop|jitter", at) and isinstance(value, float)}
         rates |= {"p": module.p} if isinstance(module, _DropoutNd) else {}
         for at, rate in rates.items():
@@ -50,12 +55,14 @@ def _others(model: nn.Module, rows: list[AppliedRow]) -> Iterator[str]:
     """Yield the modules whose arithmetic is their own code's, and not known to keep rows apart."""
     whole = {(row.name, row.part) for row in rows if row.by is not None and row.by not in _PRODUCTS_ALONE}
     replaced, around = ({name for name, part in whole if part in parts} for parts in (("norm", *_LARGE), _LARGE))
-    yield from (row.name for row in rows if row.part in _LARGE and (row.name, row.part) not in whole)
+    for row in rows:
+        if row.part in _LARGE and (row.name, row.part) not in whole:
+            yield f"{row.name} ({row.why})" if row.why else row.name
     for name, module in model.named_modules():
         kind = type(module)
         if name in replaced or name.rpartition(".")[0] in around or isinstance(module, _OF_ROWS):
             continue
-        if kind.__module__.startswith(_OF_NUMBERS) or "Rotary" in kind.__name__:
+        if kind.__module__.startswith(_OF_NUMBERS) or "Rotary" in kind.__name__ or kind.forward is nn.Module.forward:
             continue
         if not module._modules or module._parameters or "attention" in kind.__name__.lower():
             yield name
