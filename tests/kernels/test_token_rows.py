@@ -105,7 +105,7 @@ MUTANTS = {
     "a missing row is 0": ("_sum_kernel", 'other=float("nan")', "other=0.0"),
     "spread to the first place alone": ("_spread_kernel", "tokens * K + j", "tokens * K"),
     "a place that there isn't": ("_spread_kernel", "inside & (place >= 0)", "inside"),
-    "rows as they lie apart": ("_sum", "x.contiguous()", "x"),
+    "rows by x's width": ("_sum_kernel", "place * X_ROW", "place * H"),
 }  # fmt: skip
 
 

@@ -84,16 +84,17 @@ def row_tile(M, H, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
 
 @kernel
 def _sum_kernel(
-    x_ptr, places_ptr, start_ptr, y_ptr, M, H, K: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
+    x_ptr, places_ptr, start_ptr, y_ptr, M, H, X_ROW, K: tl.constexpr, ALIGN: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
-    H = aligned(H, ALIGN)
+    BLOCK_T: tl.constexpr = 2048 * 8 // x_ptr.dtype.element_ty.primitive_bitwidth // BLOCK_H  # as `row_blocks` says
+    H, X_ROW = aligned(H, ALIGN), aligned(X_ROW, ALIGN)
     tokens, columns, inside = row_tile(M, H, BLOCK_T, BLOCK_H)
     y = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     if start_ptr is not None:
         y += tl.load(start_ptr + tokens[:, None] * H + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
         place = tl.load(places_ptr + tokens * K + j, mask=tokens < M, other=-1).to(tl.int64)[:, None]
-        x = tl.load(x_ptr + place * H + columns[None, :], mask=inside & (place >= 0), other=float("nan"))
+        x = tl.load(x_ptr + place * X_ROW + columns[None, :], mask=inside & (place >= 0), other=float("nan"))
         y += x.to(tl.float32)
     tl.store(y_ptr + tokens[:, None] * H + columns[None, :], y, mask=inside)
 
@@ -150,12 +151,13 @@ def _order_formula(flat: Tensor, weights: Tensor, experts: int, shape: torch.Siz
 
 def _sum(x: Tensor, places: Tensor, start: Tensor | None) -> Tensor:
     T, k = places.shape
+    x, x_row = as_rows(x)
     H = x.shape[-1]
     if not T * H or x.dtype.itemsize > 4 or triton_unsupported(x) is not None:
         return _sum_formula(x, places, start)
-    x, start, y = x.contiguous(), None if start is None else start.contiguous(), x.new_empty(T, H)
+    start, y = None if start is None else start.contiguous(), x.new_empty(T, H)
     block_t, block_h = row_blocks(H, x.dtype.itemsize)
-    launch = _bind_sum(H, k, block_t, block_h)
+    launch = _bind_sum(H, x_row, k, block_h)
     launch(grid_of(ceil_div(H, block_h), ceil_div(T, block_t)), x, places, start, y, T)
     return y
 
@@ -167,8 +169,8 @@ def row_blocks(H: int, size: int) -> tuple[int, int]:
 
 
 @lru_cache(256)
-def _bind_sum(H: int, k: int, block_t: int, block_h: int) -> Bound:
-    bound: Bound = _sum_kernel.bind(H, k, known_align(H), block_t, block_h)
+def _bind_sum(H: int, x_row: int, k: int, block_h: int) -> Bound:
+    bound: Bound = _sum_kernel.bind(H, x_row, k, known_align(H, x_row), block_h)
     return bound
 
 
