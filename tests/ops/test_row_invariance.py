@@ -9,10 +9,13 @@ from ops.oracle import DEVICE
 
 import onepass
 from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, make_plan
+from onepass.ops.norm import formula as norms
+from onepass.runtime import formula
 from onepass.runtime.op import OPS, Backend
 from onepass.testing.row_contract import check_rows, parts_of, row_call
 
 BF16 = torch.bfloat16
+on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="of formulas on a CPU")
 
 
 def numbers(*shape, dtype=torch.float32, scale=1.0):
@@ -154,3 +157,35 @@ def test_a_head_in_chunks_has_the_bits_of_the_whole(reduction, lora, backend):
         with torch.no_grad():
             found = onepass.linear_cross_entropy(hidden, w, labels, **options)[1].log_prob
         assert torch.equal(found, whole[-3])
+
+
+# ---- without the switch ----
+
+
+@on_a_cpu
+@pytest.mark.parametrize("rows", (3, 40))
+def test_small_formulas_run_once_each_way(monkeypatch, rows):
+    """A norm that is one block keeps what autograd keeps; a large one, or under the switch, is computed again by blocks."""
+    monkeypatch.setattr(formula, "_BLOCK", 64)  # a large input has 32 of these numbers
+    calls, norm_formula = [], norms.norm_formula
+    monkeypatch.setattr(
+        norms, "norm_formula", lambda x, *rest, **options: calls.append(len(x)) or norm_formula(x, *rest, **options)
+    )
+
+    def run():
+        calls.clear()
+        x, weight, w = numbers(rows, 64), numbers(64), numbers(8, 64)
+        y = onepass.norm_linear(x, weight, w, backend="torch")
+        torch.autograd.grad(y.sum(), (x, weight, w))
+        return calls
+
+    assert run() == ([3] * 2 if rows == 3 else [1] * 120)
+    with onepass.batch_invariant():
+        assert run() == [64] * 3
+
+
+@on_a_cpu
+def test_a_small_routers_sigmoid_is_kept():
+    weights = onepass.route(numbers(4, 8), 2, score="sigmoid", normalise=False, backend="torch").weights
+    multiplied = weights.grad_fn.next_functions[0][0]
+    assert multiplied.next_functions[0][0].name() == "SigmoidBackward0"

@@ -45,6 +45,14 @@ def run_formula(
     return _FormulaFunction.apply(of_rows, saved.saved_format(x, save, parts), x, *shared, *per_row)  # type: ignore[no-untyped-call]
 
 
+def formula_by_blocks(formula: Formula, x: Tensor, *shared: Tensor | None) -> Any:
+    """formula(x, *shared): by `run_formula` where it takes blocks of rows, and else plainly, with no second run in backward."""
+    traced = torch.compiler.is_compiling() or under_functorch()
+    if traced or _block_rows(x, False) is None:
+        return formula(x, *shared)
+    return run_formula(formula, "input", x, shared=shared)
+
+
 class _FormulaFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, formula: _RowFormula, stored: saved.SavedFormat, x: Tensor, *rest: Tensor | None) -> Any:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.runtime.dispatch import needs_grad, under_functorch
-from onepass.runtime.formula import run_formula
+from onepass.runtime.formula import formula_by_blocks
 
 if TYPE_CHECKING:
     from onepass.gradients.vectors import VectorGrads
@@ -58,6 +58,13 @@ def norm_formula(
     return y if bias is None else y + bias
 
 
+def norm_by_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, options: NormOptions) -> Tensor:
+    """Return y by PyTorch's own function where there is one."""
+    layer, eps, centered = options
+    formula = partial(norm_formula, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
+    return formula_by_blocks(formula, x, weight, bias)  # type: ignore[no-any-return]
+
+
 def add_rounded(x: Tensor, residual: Tensor, stored: torch.dtype) -> Tensor:
     """x + residual with the value that a tensor of type `stored` holds, in the wider of x's type and fp32.
 
@@ -81,15 +88,13 @@ def norm_backward_formula(
     """Do what `kernels.backward_into` does, by autograd. It adds to no main_grad."""
     if vectors is not None:
         weight, bias = vectors.wide(weight, bias)
-    layer, eps, centered = options
     *needs, dx_type, _ = rest
     wide = torch.promote_types(x.dtype, torch.float32)
     leaves = [
         None if t is None else t.detach().to(wide).requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)
     ]
-    formula = partial(norm_formula, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
     with torch.enable_grad():
-        normed = run_formula(formula, "input", leaves[0], shared=(*leaves[1:],))  # type: ignore[arg-type]
+        normed = norm_by_formula(leaves[0], leaves[1], leaves[2], options)  # type: ignore[arg-type]
     asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     grads = iter(torch.autograd.grad(normed, asked, dy.to(wide)) if asked else ())
     dx, dweight, dbias = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,12 @@ from torch import Tensor
 from onepass.gradients.main_grad import GradRequest, name_written
 from onepass.gradients.vectors import VectorGrads
 from onepass.ops.norm import fp8, kernels
-from onepass.ops.norm.formula import NormOptions, norm_backward_formula, norm_formula
+from onepass.ops.norm.formula import NormOptions, norm_backward_formula, norm_by_formula
 from onepass.ops.norm.forward import new_stats
 from onepass.product.fp8.in_graph import LOOKS_AT_A_STATE, forward_fake, forward_in_graph
 from onepass.product.fp8.prologue import Codes
 from onepass.product.prologue import Inputs, Kept, Needs, PrologueGradients
 from onepass.runtime.dispatch import cast
-from onepass.runtime.formula import run_formula
 from onepass.runtime.fp8 import FP8Target, transposed_width
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.op import Registered
@@ -50,9 +48,7 @@ class NormRows(NamedTuple):
             normed, h, stats = kernels.forward(x, residual, norm_weight, norm_bias, None, self.options, needs is not None)
             return cast(normed, self.dtype), (x if h is None else h, norm_weight, norm_bias, stats)
         h = x if residual is None else cast(x + residual, x.dtype)
-        layer, eps, centered = self.options
-        formula = partial(norm_formula, layer=layer, eps=eps, zero_centered_gamma=centered, native=True)
-        normed = run_formula(formula, "input", h, shared=(norm_weight, norm_bias))
+        normed = norm_by_formula(h, norm_weight, norm_bias, self.options)
         return cast(cast(normed, x.dtype), self.dtype), (h, norm_weight, norm_bias, None)
 
     def codes(self, inputs: Inputs, target: FP8Target, needs: Needs) -> tuple[Codes, Kept]:

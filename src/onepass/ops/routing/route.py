@@ -30,7 +30,7 @@ from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import fast_apply, needs_grad, not_twice_differentiable
-from onepass.runtime.formula import run_formula
+from onepass.runtime.formula import formula_by_blocks
 from onepass.runtime.op import Registered, define_op
 from onepass.runtime.sharding import PARTIAL, WHOLE, Layout, Split, has_dtensor, leading_split, run_on_shards, split_output
 
@@ -65,7 +65,7 @@ def _formula(logits: Tensor, bias: Tensor | None, options: RouteOptions) -> Rout
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     E = x.shape[-1]
     T = max(x.numel() // E, 1)
-    scores = run_formula(torch.sigmoid, "input", x) if options.sigmoid else x.softmax(-1)
+    scores = formula_by_blocks(torch.sigmoid, x) if options.sigmoid else x.softmax(-1)
     chosen = _choose(x.detach(), scores.detach(), bias, options)
     if options.sigmoid:
         weights = scores.gather(-1, chosen)
