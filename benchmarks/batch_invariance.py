@@ -42,7 +42,7 @@ PRODUCTS = {  # K -> N
 }  # fmt: skip
 TOKENS = (1, 4, 16, 32, 64)
 DOCUMENTS = 11  # in a row
-STEPS, ROUNDS = 5, 7
+STEPS, ROUNDS = 3, 5
 
 
 def graph_us(call: Callable[[], object], calls: int = 20, rounds: int = 5) -> float:
@@ -214,9 +214,11 @@ def bits(console: Console) -> dict[str, Any]:
                 reports[shape] = str(report).partition("; not looked at")[0]
                 console.print(f"{name}, {shape}: {reports[shape]}")
             documents = [torch.randint(WORDS, (length,), device=DEVICE) for length in LENGTHS]
-            reports["packed"] = str(check_packing(model, documents)).partition("; not looked at")[0]
+            if "fp32" not in name:  # its attention of documents has no kernel, and raises
+                reports["packed"] = str(check_packing(model, documents)).partition("; not looked at")[0]
+                console.print(f"{name}, packed: {reports['packed']}")
         found[name] = reports
-        shown.add_row(name, *reports.values())
+        shown.add_row(name, *(reports.get(each, "") for each in (*SHAPES, "packed")))
         del model
         torch.cuda.empty_cache()
     console.print(shown)

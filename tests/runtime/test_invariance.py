@@ -108,6 +108,40 @@ def test_named_arguments_and_what_has_no_rows():
     assert report and report.left_out == ["table"] and "; not looked at: table" in str(report)
 
 
+def test_a_weight_that_is_an_argument_is_no_row():
+    """One row divides any size."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(9, HIDDEN), Head()
+
+        def forward(self, ids):
+            return self.head(self.words(ids), self.words.weight)
+
+    class Head(nn.Module):
+        def forward(self, h, weight):
+            return h * weight.sum(0)
+
+    assert check_batches(Tied(), torch.arange(ROWS) % 9, splits=4)
+
+
+def test_a_table_is_no_row():
+    class Table(nn.Module):
+        def forward(self, words):
+            return words.sum(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.table = nn.Embedding(2 * ROWS, HIDDEN), Table()
+
+        def forward(self, ids):
+            return self.words(ids) * self.table(self.words.weight.detach().view(ROWS, 2, HIDDEN).expand(3, -1, -1, -1)).sum()
+
+    assert check_batches(Model(), torch.arange(ROWS), splits=4)
+
+
 def test_weights_have_no_gradients_left():
     layer = nn.Linear(HIDDEN, 3)
     check_batches(layer, rows(), splits=2)

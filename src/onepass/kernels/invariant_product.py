@@ -115,25 +115,29 @@ class _InvariantProducts:
         raise RuntimeError(f"cuBLASLt has no algorithm whose rows don't depend on their number for {self.kind}")
 
     def _has_same_bits(self, algorithm: Algorithm, step: int) -> bool:
-        """Multiply random rows by an algorithm, and by the reference among others."""
-        kind, rows = self.kind, min(step, _COMPARED_ROWS, max(_OTHERS, _COMPARED_NUMBERS // self.kind.K))
+        """Multiply some random rows by an algorithm, and by the reference among others."""
+        kind, most = self.kind, min(step, _COMPARED_ROWS, max(_OTHERS, _COMPARED_NUMBERS // self.kind.K))
         generator = torch.Generator(f"cuda:{kind.device}").manual_seed(0)
 
         def draw(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
             return torch.randn(shape, dtype=dtype, generator=generator, device=generator.device)
 
-        most = max(1, _COMPARED_NUMBERS // (max(rows, kind.K) * _COLUMNS)) * _COLUMNS
-        N = kind.N if most >= kind.N else most - _COLUMNS + kind.N % _COLUMNS  # as well aligned
-        x, b = draw(rows + _OTHERS, kind.K), draw(kind.K, N)
+        widest = max(1, _COMPARED_NUMBERS // (max(most, kind.K) * _COLUMNS)) * _COLUMNS
+        N = kind.N if widest >= kind.N else widest - _COLUMNS + kind.N % _COLUMNS  # as well aligned
+        x, b = draw(_OTHERS + most, kind.K), draw(kind.K, N)
         b = b if kind.by_rows else b.t().contiguous().t()
         bias = draw(N, dtype=kind.out_dtype) if kind.has_bias else None
-        expected, found = (torch.empty(len(each), N, dtype=kind.out_dtype, device=x.device) for each in (x, x[_OTHERS:]))
+        expected, found = (torch.empty(len(x), N, dtype=kind.out_dtype, device=x.device) for _ in range(2))
         self.run(self.reference, x, b, expected, bias, None, 1.0, 0.0)
-        try:
-            self.run(algorithm, x[_OTHERS:], b, found, bias, None, 1.0, 0.0)
-        except RuntimeError:  # it doesn't take these sizes
-            return False
-        return torch.equal(expected[_OTHERS:], found)
+        for rows in {1, most // 2 + 1, most}:
+            part = slice(_OTHERS - 1, _OTHERS - 1 + rows)  # from an odd place on
+            try:
+                self.run(algorithm, x[part], b, found[part], bias, None, 1.0, 0.0)
+            except RuntimeError:  # it doesn't take these sizes
+                return False
+            if not torch.equal(found[part], expected[part]):
+                return False
+        return True
 
     def run(
         self, algorithm: Algorithm, x: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, start: Tensor | None,

@@ -139,7 +139,7 @@ def check_packing(model: nn.Module, documents: Sequence[Tensor], *, backward: bo
 
 # ---- a run ----
 
-_Prints = dict[tuple[str, str, int], Tensor]  # fingerprints by kind, module, and how many of these came before
+_Prints = dict[tuple[str, str, int, int], Tensor]  # fingerprints by kind, module, how many came before, numbers of a row
 
 
 class _Recorded(NamedTuple):
@@ -148,7 +148,7 @@ class _Recorded(NamedTuple):
 
     @property
     def looked_at(self) -> dict[str, None]:
-        return dict.fromkeys(name for _, name, _ in self.prints)
+        return dict.fromkeys(name for _, name, *_ in self.prints)
 
     def rows(self, which: Tensor) -> _Prints:
         return {key: each[which] for key, each in self.prints.items()}
@@ -187,7 +187,7 @@ class _RecordedRun:
     def _hooked(self, name: str, module: nn.Module) -> Iterator[None]:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             for each in _tensors((args, kwargs)):
-                if self._backward and each.requires_grad:
+                if self._backward and each.requires_grad and not isinstance(each, nn.Parameter):
                     each.register_hook(partial(self._note, "backward", name))
 
         def after(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -211,7 +211,7 @@ class _RecordedRun:
         if rows is None:
             self._left_out[name or "the module"] = None
         else:
-            self._prints[kind, name, number] = fingerprints(rows)
+            self._prints[kind, name, number, rows.numel() // max(1, len(rows))] = fingerprints(rows)
 
     def _loss(self, result: Tensor, which: Tensor) -> Tensor:
         rows = _as_rows(result, self._count)
@@ -279,6 +279,6 @@ def _first_difference(mine: _Recorded, theirs: _Prints, part: str) -> Iterator[D
             continue
         apart = int((prints != expected).sum())
         if apart:
-            kind, name, _ = key
+            kind, name, *_ = key
             yield Difference(name, kind, apart, len(prints), part)
             return
