@@ -1,6 +1,6 @@
 """What `onepass.batch_invariant()` costs: products by the number of rows, a model's forward of a few tokens, and steps.
 
-    python benchmarks/batch_invariance.py [--part products|forward|steps|bits ...] [--json FILE]
+    python benchmarks/batch_invariance.py [--part products|forward|steps|generate|bits ...] [--json FILE]
 
 One GPU, bf16. Products and forwards are replayed as CUDA graphs, some calls at a time, so that the CPU doesn't count; "CPU us"
 is that of a call. Steps are those of benchmarks/gpt.py's 1B, of whole sequences and of packed documents, optimizer included.
@@ -41,6 +41,8 @@ PRODUCTS = {  # K -> N
     "8B qkv": (4096, 6144), "8B up": (4096, 28672), "8B down": (14336, 4096), "124M down": (3072, 768),
 }  # fmt: skip
 TOKENS = (1, 4, 16, 32, 64)
+GENERATED, NEW = (1, 8, 64), 48  # sequences, and their new tokens
+WORDS = 50000
 DOCUMENTS = 11  # in a row
 STEPS, ROUNDS = 3, 5
 
@@ -160,6 +162,30 @@ def steps(console: Console) -> dict[str, Any]:
     return found
 
 
+def generate(console: Console) -> dict[str, Any]:
+    """Time the 1B model's tokens after prompts, greedy, all that the CPU does included."""
+    torch.manual_seed(0)
+    model = Model(preset("1B", params_dtype="bf16"), device=DEVICE).eval()
+    shown, found = Table("generate, sequences", *map(str, GENERATED), title="1B, ms a step of one token each"), {}
+    for way in ("default", "invariant"):
+        ms = []
+        with onepass.batch_invariant() if way == "invariant" else nullcontext():
+            for sequences in GENERATED:
+                prompts = torch.randint(WORDS, (sequences, 512), device=DEVICE)
+                times = []
+                for count in (1, 1 + NEW, 1, 1 + NEW):  # the first two warm up
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    model.generate(prompts, count, temperature=0.0)
+                    torch.cuda.synchronize()
+                    times.append(time.perf_counter() - start)
+                ms.append((times[3] - times[2]) / NEW * 1e3)
+        found[way] = ms
+        shown.add_row(way, *(f"{each:.2f}" for each in ms))
+    console.print(shown)
+    return {"sequences": GENERATED, "prompt": 512, "new": NEW, **found}
+
+
 class TokenLosses(nn.Module):
     """A GPT as transformers' models are called. Its result is each token's loss; documents begin where positions do."""
 
@@ -193,7 +219,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Qwen 3, bf16": qwen3,
 }
 SHAPES = {"sequences of one token": (8192, 1), "of 127 tokens": (64, 127)}
-WORDS = 50000
 LENGTHS = (1, 7, 64, 100, 500, 333, 1024, 19)  # of documents
 
 
@@ -225,7 +250,7 @@ def bits(console: Console) -> dict[str, Any]:
     return found
 
 
-PARTS = {"products": products, "forward": forward, "steps": steps, "bits": bits}
+PARTS = {"products": products, "forward": forward, "steps": steps, "generate": generate, "bits": bits}
 
 
 def main() -> None:
