@@ -234,3 +234,10 @@ def test_what_pytorch_refuses_it_refuses():
         with onepass.batch_invariant(), pytest.raises(RuntimeError) as found:
             call()
         assert str(found.value) == str(expected.value), name
+
+
+def test_explain_says_by_what():
+    x, w, _ = operands(torch.float32)
+    assert "rows " not in str(onepass.explain(onepass.linear, x, w))
+    with onepass.batch_invariant():
+        assert "  rows   the same bits in any batch: products in blocks of 64 rows" in str(onepass.explain(onepass.linear, x, w))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onepass.runtime.batch_invariance import refuse
+from onepass.runtime.batch_invariance import how_rows_keep_their_bits, invariant, refuse
 from onepass.runtime.op import FORMULA, OPS, Backend, Op, Reason
 from onepass.runtime.process_setting import ProcessSetting, SettingChange
 
@@ -34,9 +34,11 @@ class Explanation:
     variant: str
     why: str
     reasons: dict[str, Reason]  # each known backend: why it can't take the call, or None
+    rows: str = ""  # under `batch_invariant()`: by what a row has the same bits in any batch
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend} ({self.why})", f"  runs   {self.variant}"]
+        lines += [f"  rows   {self.rows}"] if self.rows else []
         width = max(6, *map(len, self.reasons))
         verdicts = {name: "can run this" if reason is None else f"no: {reason}" for name, reason in self.reasons.items()}
         lines += [f"  {name:{width}} {what}" for name, what in verdicts.items()]
@@ -187,4 +189,6 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     name, source = _chosen()
     source = "the backend argument" if asked else "auto" if "auto" in (backend, name) else source
     why = f"chosen by {source}" if source != "auto" or chosen == "triton" else f"auto, because {reasons['triton']}"
-    return Explanation(known.name, chosen, variant, why, reasons)
+    tensors = [each for each in vars(call).values() if isinstance(each, torch.Tensor)]
+    rows = how_rows_keep_their_bits(tensors[0].device, chosen) if invariant() and tensors else ""
+    return Explanation(known.name, chosen, variant, why, reasons, rows)

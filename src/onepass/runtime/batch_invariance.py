@@ -6,6 +6,7 @@ promise says so by `refuse`. `kernels/invariant_product.py` turns it on and off,
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from onepass.runtime.process_setting import ProcessSetting
@@ -32,6 +33,14 @@ def rows_at_a_time(x: Tensor, most: int, alone: bool = False) -> int:
     if x.device.type != "cpu" and x.numel():
         refuse("PyTorch's formula on a GPU", "how it sums a row depends on how many rows there are")
     return 1 if alone or x.shape[-1] >= _THREADED // _FULL_ROWS else _FULL_ROWS
+
+
+def how_rows_keep_their_bits(device: torch.device, backend: str) -> str:
+    """Return what `explain` says of a call under the promise."""
+    if device.type == "cpu":
+        return "the same bits in any batch: products in blocks of 64 rows, formulas by the row or the document"
+    kernels = "kernels by the row or the document" if backend == "triton" else "formulas that sum a row raise"
+    return f"the same bits in any batch: products by cuBLASLt's algorithms that split no sum, {kernels}"
 
 
 def refuse(what: str, why: str) -> None:
