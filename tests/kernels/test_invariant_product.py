@@ -91,6 +91,7 @@ def test_sizes_of_zero_and_wrong_ones_are_pytorchs():
             torch.mm(torch.ones(2, 3), torch.ones(3, 5, dtype=torch.float64))
         assert torch.mm(torch.ones(2, 3), torch.ones(3, 5), out=torch.empty(0)).shape == (2, 5)
         assert torch.ones(1, 3) @ torch.ones(3, 1) == 3
+        assert torch.equal(F.linear(torch.ones(2, 4, 3), torch.ones(3)), torch.full((2, 4), 3.0))
 
 
 def test_rows_depend_on_their_number_without_it():

@@ -10,7 +10,7 @@ CPU    blocks of 64 rows, the last filled up with zeros. So are the columns of f
        tiles in other orders.
 
 A product of x stored by columns is a weight's gradient, whose sums are over the rows. PyTorch computes it as always.
-What is multiplied here are aten's mm and addmm, so also F.linear, matmul with a matrix, and their backward.
+What is multiplied here are aten's mm, addmm, linear, and bmm with one matrix for all: so matmul with a matrix too, and backward.
 """
 
 from __future__ import annotations
@@ -81,13 +81,10 @@ class _InvariantProducts:
         self._library.set_all("MatmulDesc", self._product, options)
         self._alignment = _alignment(kind)
         self._of_step: dict[int, Algorithm] = {}
-        self.reference = self._first(_REFERENCE_ROWS, kind.K)
-
-    def _first(self, rows: int, K: int) -> Algorithm:
-        listed = self._listed(rows, K)
+        listed = self._listed(_REFERENCE_ROWS, kind.K)
         if not listed:
-            raise RuntimeError(f"cuBLASLt has no algorithm without a split sum for {self.kind}")
-        return listed[0]
+            raise RuntimeError(f"cuBLASLt has no algorithm without a split sum for {kind}")
+        self.reference = listed[0]
 
     def _listed(self, rows: int, K: int) -> list[Algorithm]:
         kind = self.kind
@@ -390,7 +387,7 @@ def _linear(raw: Any) -> Callable[..., Tensor]:
     """F.linear of three dimensions as that of all rows: PyTorch rounds twice, before and after the bias, where they lie apart."""
 
     def run(keyset: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not invariant() or type(x) not in (Tensor, Parameter) or not x.dim() or under_functorch():
+        if not invariant() or type(x) not in (Tensor, Parameter) or not x.dim() or weight.dim() != 2 or under_functorch():
             return raw.call_boxed(keyset, x, weight, bias)  # type: ignore[no-any-return]
         rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
         y: Tensor = raw.call_boxed(keyset, rows, weight, bias)
@@ -481,7 +478,7 @@ def batch_invariant(on: bool = True) -> BatchInvariance:
     number of rows nor on its place among them. The gradients of weights depend on the rows and their order. What can't keep
     this raises. From now on means the whole process, all threads; a block is its thread's own, as `use_backend`'s is.
 
-    While it is on, PyTorch's mm and addmm are ours. docs/equal-bits.md says what is promised, and what it costs.
+    While it is on, PyTorch's products with a matrix are ours, on CPUs and CUDA GPUs. docs/equal-bits.md says what is promised, and what it costs.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("onepass.batch_invariant() must be called outside of compiled code")
