@@ -6,15 +6,18 @@ from functools import partial
 import pytest
 import torch
 
+import onepass
 from onepass.kernels import invariant_product
 from onepass.ops.norm import few_rows
 from onepass.ops.softmax import kernels
 from onepass.ops.softmax import softmax as module
 from onepass.runtime import batch_invariance
 from onepass.runtime.samples import random_tensors
+from onepass.runtime.sharding import put_tensor, tensors_of
 from onepass.testing.contract import subjects
 from onepass.testing.mutants import mutate
 from onepass.testing.row_contract import gives_rows_the_same_bits, row_call
+from onepass.testing.subject import as_tuple, weighted_sum
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,3 +63,19 @@ def test_every_op_has_rows():
     for name, subject in subjects("torch", DEVICE).items():
         call = row_call(subject.op, vars(subject.sample.call(subject.op.call, *subject.tensors())))
         assert call is not None or "documents" in name, name
+
+
+def test_meta_tensors_have_no_bits():
+    samples = subjects("torch", DEVICE)
+    for name in (name for name in samples if "lora" not in name and "biases" not in name):  # the host reads where documents end
+        subject = samples[name]
+        arguments = vars(subject.sample.call(subject.op.call, *subject.tensors()))
+        for each, t in tensors_of(arguments).items():
+            put_tensor(arguments, each, t.detach().to("meta").requires_grad_(t.requires_grad))
+        options = {"p": 0.0} if "p" in arguments else {"aux": None} if "aux" in arguments else {}  # what mixes rows
+        call = partial(subject.op.function, **arguments | options, backend="torch")
+        expected = as_tuple(call())
+        with onepass.batch_invariant():
+            found = as_tuple(call())
+            torch.autograd.backward(weighted_sum(found))
+        assert [y.shape for y in found] == [y.shape for y in expected], name

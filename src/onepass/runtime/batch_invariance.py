@@ -28,7 +28,7 @@ def rows_at_a_time(x: Tensor, most: int, alone: bool = False) -> int:
     On a CPU they compute what fills no vector of numbers in another way, and what is left of a thread's part. 64 short rows fill
     all vectors, and are one thread's. alone: never several.
     """
-    if not invariant():
+    if not invariant() or x.is_meta:
         return most
     if x.device.type != "cpu" and x.numel():
         refuse("PyTorch's formula on a GPU", "how it sums a row depends on how many rows there are")

@@ -66,6 +66,8 @@ def documents_in_turn(cu_seqlens: Tensor | None, S: int, what: str) -> list[tupl
     """Return the ranges of S tokens that are computed apart under `batch_invariant()`. what: names who can't, in an error."""
     if cu_seqlens is None:
         return [(0, S)]
+    if cu_seqlens.is_meta:  # any ranges give tensors of the right shapes
+        return [(0, S), *[(S, S)] * (len(cu_seqlens) - 2)]
     if not are_readable(cu_seqlens):
         refuse(what, "the host can't read where documents begin")
     return ranges_of(cu_seqlens)
