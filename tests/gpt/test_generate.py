@@ -122,6 +122,22 @@ def test_without_the_switch_it_is_right(name):
             assert torch.equal(logits[len(prompt) - 1 : -1].argmax(-1), row)
 
 
+def test_a_loss_that_balances_experts_is_for_training():
+    """Generation adds it to nothing; an evaluation's mean has it; a token's own loss would have all tokens' in it."""
+    given = prompts((5,))
+    balanced, plain = (made(**EXPERTS | {"moe_aux_loss_coeff": each, "num_layers": 1}) for each in (0.1, 0.0))
+    x = given[0][None]
+    with onepass.batch_invariant():
+        found = balanced.generate(given, 2, return_log_probs=True)
+        with torch.no_grad():
+            assert torch.equal(found.log_probs, next(in_training(plain, given, found.tokens)))
+            assert balanced(x, x) > plain(x, x)
+            with pytest.raises(RuntimeError, match="reduction 'none' with moe_aux_loss_coeff can't run under"):
+                balanced(x, x, reduction="none")
+        with pytest.raises(RuntimeError, match="route with aux can't run under"):
+            balanced(x, x)
+
+
 def test_adapters_take_part():
     model = made()
     add_adapters(model, rank=2)

@@ -53,6 +53,14 @@ def test_what_mixes_rows_raises_by_name(name):
         MIXED[name](x)
 
 
+def test_a_routers_loss_has_a_value_where_nobody_wants_gradients():
+    x = numbers(16, 64)
+    with onepass.batch_invariant(), torch.no_grad():
+        assert onepass.route(x, 2, aux=0.1).aux_loss > 0
+    with onepass.batch_invariant():
+        assert onepass.route(x.detach(), 2, aux=0.1).aux_loss > 0
+
+
 def test_somebody_elses_kernels_raise(monkeypatch):
     monkeypatch.setitem(OPS["softmax"].others, "someone", Backend(lambda x, **_: x, lambda *_, **__: None))
     with onepass.batch_invariant(), pytest.raises(RuntimeError, match="backend 'someone' can't run under"):

@@ -29,6 +29,7 @@ from onepass.nn.norm import MarkedParameters
 from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.kept_rows import KeptRows, kept_rows
+from onepass.runtime.batch_invariance import refuse
 
 
 class Model(nn.Module):
@@ -169,6 +170,8 @@ class Model(nn.Module):
         h = self.final_layernorm(h) if pending is None else self.final_layernorm(h, pending)[0]
         if labels is None:
             return sequences(self.output_layer.logits(h, self._head_weight()), self.config)
+        if aux_losses and reduction == "none":
+            refuse("reduction 'none' with moe_aux_loss_coeff", "each token's loss has that of all tokens' routes in it")
         loss = self._loss(h, labels, rows, loss_mask, reduction, grad_scale)
         if depths and tokens is not None:
             promised = grad_scale if reduction == "mean" else None

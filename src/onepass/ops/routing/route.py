@@ -269,7 +269,7 @@ def route(
     if has_dtensor(logits, bias):
         return run_on_shards("route", **given, backend=backend)  # type: ignore[no-any-return]
     _check(given)
-    if aux is not None:
+    if aux is not None and needs_grad(logits):
         refuse("route with aux", "its loss has a gradient that depends on which experts all tokens chose")
     chosen = choose("route", backend, unsupported(logits))
     if chosen not in NATIVE:
