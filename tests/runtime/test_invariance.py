@@ -85,6 +85,24 @@ def test_the_first_module_that_differs_is_named(wrong, kind):
         report.raise_if_different()
 
 
+class WrongOf(nn.Module):
+    """Is wrong in parts of so many rows."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x):
+        return x * (1 + 1e-6 * (len(x) == self.count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 33, 64])
+def test_few_rows_come_first(count):
+    (difference,) = check_batches(WrongOf(count), rows(600, 4), splits=8).differences
+    assert difference.of == count
+    assert check_batches(WrongOf(count), rows(count + 1, 4), splits=8).differences
+
+
 def test_without_backward_gradients_are_not_compared():
     assert check_batches(nn.Sequential(Scaled(), CentredBackward()), rows(), splits=3, backward=False)
 

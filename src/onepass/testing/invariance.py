@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+_SIZES = (1, 2, 3, 5, 8, 16, 33, 64)  # of parts that come first: where kernels for few rows end
 _PRIME = 0x9E3779B97F4A7C15 - (1 << 64)  # of the places' factors, an odd number
 _NUMBERS = 1 << 24  # whose bits are summed at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,7 +78,8 @@ def check_batches(
     Args:
         module: called as `module(*args, **kwargs)`. It must draw no random numbers.
         args, kwargs: its arguments. Tensors whose first dimension is that of the first tensor have a row for each.
-        splits: the number of parts. Half of them have their rows in another order.
+        splits: the number of parts: of 1, 2, 3, 5, 8, 16, 33 and 64 rows, and then of any number. Half of them have their rows in
+            another order.
         backward: compare gradients too, of a loss that is a sum over rows.
         seed: of parts and of the loss.
         leave_out: ends of names of modules whose rows are not the batch's, as "experts" of rows that are sorted.
@@ -96,9 +98,11 @@ def check_batches(
 
         return partial(module, *map(chosen, args), **{name: chosen(each) for name, each in kwargs.items()})
 
+    few = [size for size in _SIZES if size <= count]
+
     def parts() -> Iterator[tuple[str, Tensor]]:
         for number in range(splits):
-            size = 1 + int(torch.randint(count, (), generator=generator)) if number else 1
+            size = few[number] if number < len(few) else 1 + int(torch.randint(count, (), generator=generator))
             start = int(torch.randint(count - size + 1, (), generator=generator))
             which, said = torch.arange(start, start + size), f"rows {start} to {start + size} of {count}"
             if number % 2:
