@@ -1,7 +1,7 @@
 """The contract of rows under `batch_invariant()` finds what depends on how many there are or on their places."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -57,6 +57,30 @@ def test_what_forgets_to_ask_fails(monkeypatch, name):
     if sample.endswith(": wide"):  # of short rows both kernels have the same sums
         subject = replace(subject, sample=replace(subject.sample, tensors=partial(random_tensors, ((11, 2500), (2500,)))))
     fails(subject)
+
+
+class _ByLayout(torch.autograd.Function):
+    """Has another gradient of few rows that lie in a way."""
+
+    @staticmethod
+    def forward(ctx, y, lies):
+        ctx.lies = lies
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (1 + 1e-6 * (dy[..., 0].numel() < 4 and ctx.lies(dy))), None
+
+
+LAYOUTS = {"by columns": lambda dy: dy.stride(-1) > 1, "one number a row": lambda dy: dy.stride(-1) == 0}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_of_another_layout_that_depends_on_others_fails(layout):
+    subject = subjects("torch", DEVICE)["rms_norm"]
+    norm = subject.op.function
+    wrong = wraps(norm)(lambda *args, **options: _ByLayout.apply(norm(*args, **options), LAYOUTS[layout]))
+    fails(replace(subject, op=replace(subject.op, function=wrong)))
 
 
 def test_every_op_has_rows():
