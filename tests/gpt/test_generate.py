@@ -1,14 +1,21 @@
 """Model.generate: under batch_invariant() its log-probabilities have the bits of the training forward's."""
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from gpt.small_models import BIASES, EXPERTS, SHAPE
 from ops.calls import needs_triton
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass.gpt import Config, Model, add_adapters
 from onepass.gpt import generate as module
-from onepass.gpt.generate import Sampling
+from onepass.gpt.generate import Sampling, stops_of
 
 LENGTHS = (5, 1, 70)
 NEW = 64
@@ -178,8 +185,17 @@ def test_a_sequence_ends_with_a_stop_token():
         assert (found.tokens[row, count:] == found.tokens[row, count - 1]).all()
         torch.testing.assert_close(found.log_probs[row, :count], free.log_probs[row, :count])
         assert not found.log_probs[row, count:].any()
-    everything = model.generate(given, 40, stop_tokens=range(SHAPE["vocab_size"]))
-    assert everything.tokens.shape[1] < 40 and everything.lengths.tolist() == [1, 1, 1]
+    everything = model.generate(given, 40, stop_tokens=range(SHAPE["vocab_size"]), return_log_probs=True)
+    assert everything.tokens.shape == everything.log_probs.shape == (3, 1) and everything.lengths.tolist() == [1, 1, 1]
+
+
+def test_stop_tokens_are_whole_numbers():
+    for one in (3, np.int64(3), torch.tensor(3), np.array(3), [3], {3}, torch.tensor([3]), np.array([3]), (np.int64(3),)):
+        assert stops_of(one) == (3,)
+    assert stops_of(None) == stops_of([]) == () and stops_of(torch.tensor([3, 4])) == stops_of(range(3, 5)) == (3, 4)
+    for wrong in (2.7, [2.7], [2, None], torch.tensor(2.7), torch.tensor([2.7]), "3", object()):
+        with pytest.raises(TypeError, match="stop_tokens must be a whole number, whole numbers or None, but is"):
+            made().generate(prompts(), 2, stop_tokens=wrong)
 
 
 def test_tokens_are_drawn_by_their_probabilities():
@@ -187,7 +203,7 @@ def test_tokens_are_drawn_by_their_probabilities():
     generator = torch.Generator().manual_seed(3)
 
     def shares(**options):
-        return torch.bincount(Sampling(generator=generator, **options).choose(logits), minlength=4) / 20_000
+        return torch.bincount(Sampling(generator=generator, **options).choose(logits)[0], minlength=4) / 20_000
 
     p = logits[0].softmax(-1)
     torch.testing.assert_close(shares(), p, rtol=0, atol=0.02)
@@ -195,6 +211,66 @@ def test_tokens_are_drawn_by_their_probabilities():
     torch.testing.assert_close(shares(top_k=2), torch.cat([torch.zeros(2), p[2:] / p[2:].sum()]), rtol=0, atol=0.02)
     torch.testing.assert_close(shares(top_p=0.7), torch.cat([torch.zeros(2), p[2:] / p[2:].sum()]), rtol=0, atol=0.02)
     assert shares(top_p=0.6).tolist() == shares(top_k=1).tolist() == shares(temperature=0.0).tolist() == [0, 0, 0, 1]
+    for temperature in (1e-39, 1e-50, 5e-324):
+        assert shares(temperature=temperature).tolist() == [0, 0, 0, 1]
+        tied = Sampling(temperature, generator=generator).choose(torch.tensor([0.0, 3.0, 3.0]).expand(200, 3))[0]
+        assert tied.unique().tolist() == [1, 2]
+    assert shares(top_p=1e-320).tolist() == [0, 0, 0, 1]
+
+
+class RowsMatter(TorchDispatchMode):
+    """Sums of floats are other ones in a batch of one row, as cumsum's may be on a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        if func is torch.ops.aten.cumsum.default and found.is_floating_point() and len(found) == 1:
+            found[:, :-1] *= 1 - 1e-3
+        return found
+
+
+def test_top_p_adds_no_floats():
+    """Whether .5 is reached after two of four equal tokens is a matter of their last bits."""
+    logits = torch.zeros(7, 4)
+    with RowsMatter():
+        choose = lambda rows, at: Sampling(top_p=0.5, generator=generators(200)[at : at + 1] * len(rows)).choose(rows)[0]  # noqa: E731
+        alone = torch.stack([choose(logits[:1], at) for at in range(200)])
+        among = torch.stack([choose(logits, at)[:1] for at in range(200)])
+    assert torch.equal(alone, among) and alone.unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_logit_that_is_nan_raises(sampling):
+    model = made(untie_embeddings_and_output_weights=True)
+    model.embedding.word_embeddings.weight.data[7] = float("nan")
+    given = [torch.tensor([1, 2]), torch.tensor([3, 7]), torch.tensor([4])]
+    for stops in (None, range(SHAPE["vocab_size"])):
+        with pytest.raises(RuntimeError, match=r"the highest logit must be finite, but in sequences \[1\] it is NaN or inf"):
+            model.generate(given, 1, stop_tokens=stops, **SAMPLINGS[sampling])
+    with pytest.raises(RuntimeError, match=r"\[0\]"):
+        model.generate(given[2:], 3, temperature=0.0)
+    assert model.generate(given[2:], 3, temperature=0.0, stop_tokens=7).tokens.tolist() == [
+        [32, 7]
+    ]  # nobody reads what follows 7
+    model.output_layer.weight.data[3] = float("inf")
+    with pytest.raises(RuntimeError, match="NaN or inf"):
+        model.generate(given[:1], 3, **SAMPLINGS[sampling])
+
+
+def test_hidden_states_are_kept_for_log_probabilities_only(monkeypatch):
+    real, states = module._hidden_states, []
+
+    def hidden_states(*args):
+        h = real(*args)
+        states.append(weakref.ref(h))
+        living.append(sum(state() is not None for state in states))
+        return h
+
+    monkeypatch.setattr(module, "_hidden_states", hidden_states)
+    for kept, most in ((False, 2), (True, 8)):
+        states.clear()
+        living = []
+        made().generate(prompts(), 8, return_log_probs=kept)
+        assert len(living) == 8 and max(living[:-1]) <= most and (living[-1] > 2) == kept
 
 
 # ---- what is refused ----
@@ -233,6 +309,17 @@ def test_parts_of_a_model_and_dropout_are_refused():
     model.config = model.config.replace(tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match="tensor_model_parallel_size is 2"):
         model.generate(tokens, 2)
+
+
+def test_parameters_that_are_divided_are_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = made()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"its embedding\.word_embeddings\.weight is a DTensor"):
+            model.generate(torch.tensor([[1, 2]]), 2)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_attention_by_pytorch_is_refused_under_the_switch():

@@ -94,6 +94,8 @@ def test_no_step_waits():
         steps.append(None)
         if len(steps) == 3:
             stack.enter_context(nobody_waits())
+        if len(steps) == 6:  # what comes after the last step asks whether all is finite
+            stack.close()
         return real(*args)
 
     steps = []

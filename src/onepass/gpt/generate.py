@@ -6,7 +6,8 @@ have the same bits, and so have the log-probabilities of the tokens that were ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +17,18 @@ from onepass.gpt.cache import KeyValueCache
 from onepass.ops.attention.formula import AttentionOptions
 from onepass.runtime.checks import check_number
 from onepass.runtime.documents import check_documents, ranges_of
+from onepass.runtime.sharding import has_dtensor
 
 _STEPS = 16  # after so many the host asks whether all sequences have ended
+_UNITS = 2.0**40  # in which top_p counts the likeliest token; a vocabulary of 2^22 has at most 2^62
+_COLDEST = 2.0**-100  # a temperature by which 0 divided is 0 in fp32
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 class Generated(NamedTuple):
     """What `Model.generate` returns. After a sequence's end its tokens repeat the last, and its log-probabilities are 0."""
 
-    tokens: Tensor  # int64 [sequences, new tokens], without the prompts
+    tokens: Tensor  # int64 [sequences, new tokens of the longest], without the prompts
     lengths: Tensor  # int64 [sequences]: how many there are, the token that ended a sequence among them
     log_probs: Tensor | None  # fp32 [sequences, new tokens], where they were asked for
 
@@ -51,19 +55,25 @@ class Sampling(NamedTuple):
         if isinstance(self.generator, Sequence) and len(self.generator) != sequences:
             raise ValueError(f"generator must be one, or one for each of {sequences} sequences, but is {len(self.generator)}")
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """Return a token of each row of logits [sequences, vocabulary]."""
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a token of each row of logits [sequences, vocabulary], and whether the row's highest logit is finite.
+
+        Rows are only added up as integers, as how a GPU adds floats depends on their number and place.
+        """
+        highest, likeliest = logits.max(-1, keepdim=True)
+        finite = highest.isfinite()[:, 0]
         if self.temperature == 0:
-            return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+            return likeliest[:, 0], finite
+        shares = ((logits.float() - highest.float()) / max(self.temperature, _COLDEST)).exp()  # of what is likeliest
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
+            shares = shares.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], 0.0)
         if self.top_p is not None and self.top_p < 1:
-            probabilities, order = logits.softmax(-1).sort(descending=True)
-            before = probabilities.cumsum(-1) - probabilities  # what more probable tokens have together
-            logits = logits.masked_fill((before >= self.top_p).scatter(1, order, before >= self.top_p), float("-inf"))
-        probabilities = logits.softmax(-1)
-        return (probabilities / self._noise(probabilities)).argmax(-1)  # each with its probability, as torch.multinomial does it
+            ordered, order = shares.sort(descending=True, stable=True)
+            units = (ordered * _UNITS).long()
+            sums = units.cumsum(-1)
+            cut = (sums - units).double() >= self.top_p * sums[:, -1:].double()  # what more probable tokens have together
+            shares = shares.masked_fill(cut.scatter(1, order, cut), 0.0)
+        return (shares / self._noise(shares)).argmax(-1), finite  # each with its probability, as torch.multinomial does it
 
     def _noise(self, like: Tensor) -> Tensor:
         if not isinstance(self.generator, Sequence):
@@ -75,6 +85,17 @@ class Sampling(NamedTuple):
 def check_count(name: str, count: object) -> None:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{name} must be a whole number above 0, but is {count!r}")
+
+
+def stops_of(stop_tokens: Any) -> tuple[int, ...]:
+    """Return the tokens that end a sequence, of one, of several or of None."""
+    if stop_tokens is None:
+        return ()
+    several = isinstance(stop_tokens, Iterable) and getattr(stop_tokens, "ndim", 1) != 0
+    try:
+        return tuple(map(index, stop_tokens if several else (stop_tokens,)))
+    except TypeError:
+        raise TypeError(f"stop_tokens must be a whole number, whole numbers or None, but is {stop_tokens!r}") from None
 
 
 def prompts_of(tokens: Tensor | Sequence[Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
@@ -105,6 +126,9 @@ def _check_model(model: Any, longest: int) -> None:
         raise ValueError(f"generate needs the whole model, but tensor_model_parallel_size is {c.tensor_model_parallel_size}")
     if not model.first or model.output_layer is None:
         raise ValueError("generate needs the whole model, but this is a pipeline stage of it")
+    divided = next((name for name, parameter in model.named_parameters() if has_dtensor(parameter)), None)
+    if divided is not None:
+        raise ValueError(f"generate needs the whole model, but its {divided} is a DTensor, of which a rank has a part")
     if model.training and (c.hidden_dropout or c.attention_dropout):
         raise ValueError("generate drops nothing: call model.eval() first, as the configuration has dropout")
     if longest > c.max_position_embeddings:
@@ -142,22 +166,31 @@ def generate(
     h = h[0, cache.ends.cumsum(0) - 1][:, None]
     stops = torch.tensor([*stop_tokens], dtype=torch.int64, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    lost = ended
     chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     states, tokens, counts = [], [], torch.zeros_like(chosen)
     for step in range(max_new_tokens):
         if step:
             cache.advance()
             h = _hidden_states(model, chosen[:, None], cache)
-        chosen = torch.where(ended, chosen, sampling.choose(head.logits(h, weight)[:, 0]))
-        states.append(h)
+        token, finite = sampling.choose(head.logits(h, weight)[:, 0])
+        lost = lost | ~(finite | ended)
+        chosen = torch.where(ended, chosen, token)
+        if return_log_probs:
+            states.append(h)
         tokens.append(chosen)
         counts += ~ended
         if stop_tokens:
             ended = ended | torch.isin(chosen, stops)
-            if step % _STEPS == _STEPS - 1 and bool(ended.all()):
+            if step % _STEPS == _STEPS - 1 and bool((ended | lost).all()):
                 break
-    made, log_probs = torch.stack(tokens, 1), None
+    if lost.any():
+        raise RuntimeError(
+            f"the highest logit must be finite, but in sequences {lost.nonzero().flatten().tolist()} it is NaN or inf"
+        )
+    longest = int(counts.max())
+    made, log_probs = torch.stack(tokens[:longest], 1), None
     if return_log_probs:
-        stats = head(torch.cat(states, 1), made, weight=weight, reduction="none", return_stats=("log_prob",))[1]
-        log_probs = stats.log_prob.masked_fill(torch.arange(made.shape[1], device=device) >= counts[:, None], 0.0)
+        stats = head(torch.cat(states[:longest], 1), made, weight=weight, reduction="none", return_stats=("log_prob",))[1]
+        log_probs = stats.log_prob.masked_fill(torch.arange(longest, device=device) >= counts[:, None], 0.0)
     return Generated(made, counts, log_probs)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onepass.gpt.block import Block, sequences
 from onepass.gpt.config import Config
-from onepass.gpt.generate import Generated, Generators, Sampling, generate, prompts_of
+from onepass.gpt.generate import Generated, Generators, Sampling, generate, prompts_of, stops_of
 from onepass.gpt.multi_token import DepthTargets, MultiTokenLayer, labels_after, tokens_after
 from onepass.gpt.packing import joined_boundaries, positions_in_rows
 from onepass.gpt.parts import Initializer, Norm, make_norm, settled
@@ -187,14 +187,15 @@ class Model(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        stop_tokens: int | Sequence[int] = (),
+        stop_tokens: int | Sequence[int] | None = None,
         generator: Generators = None,
         return_log_probs: bool = False,
     ) -> Generated:
         """Continue prompts: return (tokens, lengths, log_probs) of what follows them.
 
-        Under `onepass.batch_invariant()` the log-probabilities have the bits of `forward`'s losses of the same tokens, in any
-        batch or packing, and those of a prompt alone.
+        Under `onepass.batch_invariant()` the log-probabilities have the bits of `forward`'s losses of the same tokens without
+        label_smoothing and z_loss, in any batch or packing, and those of a prompt alone. Tokens are as many as the longest
+        sequence got. A highest logit that is NaN or infinite raises at the end. Parameters that are DTensors, as FSDP2's, raise.
 
         Args:
             tokens: [B, S], prompts of one length; a list of prompts; or with `cu_seqlens` prompts in one row, [1, S].
@@ -208,9 +209,8 @@ class Model(nn.Module):
             return_log_probs: give the tokens' log-probabilities too, of the model's own distribution: as if temperature were 1,
                 and top_k and top_p None.
         """
-        stops = (stop_tokens,) if isinstance(stop_tokens, int) else tuple(stop_tokens)
-        sampling = Sampling(temperature, top_k, top_p, generator)
-        return generate(self, prompts_of(tokens, cu_seqlens), max_new_tokens, sampling, stops, return_log_probs)
+        prompts, stops = prompts_of(tokens, cu_seqlens), stops_of(stop_tokens)
+        return generate(self, prompts, max_new_tokens, Sampling(temperature, top_k, top_p, generator), stops, return_log_probs)
 
     def _depth_targets(self, labels: Tensor, boundaries: Tensor | None, loss_mask: Tensor | None) -> list[DepthTargets]:
         """Return what each depth of multi-token prediction foretells. Without gradients there is nothing to train: none."""
