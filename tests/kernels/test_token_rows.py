@@ -92,6 +92,15 @@ def test_all_is_written():
     assert all(torch.equal(*pair) for pair in zip(first, token_rows.order_rows(chosen, weights, 60), strict=True))
 
 
+def test_rows_that_lie_apart_are_not_copied(monkeypatch):
+    given, bind = [], token_rows._bind_sum
+    monkeypatch.setattr(token_rows, "_bind_sum", lambda *fixed: lambda *args: given.append(args[1]) or bind(*fixed)(*args))
+    x = torch.randn(10, 43, device=DEVICE)[:, :40]
+    places = torch.arange(10, dtype=torch.int32, device=DEVICE).view(5, 2)
+    assert torch.equal(token_rows.sum_rows(x, places, None), x[::2] + x[1::2])
+    assert given[0].data_ptr() == x.data_ptr()
+
+
 MUTANTS = {
     "the next program's rows before": ("_place_kernel", "others < program", "others <= program"),
     "counts of all programs but one": ("_place_kernel", "others < tl.num_programs(0)", "others < tl.num_programs(0) - 1"),
