@@ -478,7 +478,8 @@ def batch_invariant(on: bool = True) -> BatchInvariance:
     number of rows nor on its place among them. The gradients of weights depend on the rows and their order. What can't keep
     this raises. From now on means the whole process, all threads; a block is its thread's own, as `use_backend`'s is.
 
-    While it is on, PyTorch's products with a matrix are ours, on CPUs and CUDA GPUs. docs/equal-bits.md says what is promised, and what it costs.
+    While it is on, PyTorch's products with a matrix are ours, on CPUs and CUDA GPUs. docs/equal-bits.md says what is promised,
+    and what it costs.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("onepass.batch_invariant() must be called outside of compiled code")
