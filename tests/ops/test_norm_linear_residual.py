@@ -224,7 +224,8 @@ MUTANTS = {
     "h's gradient for norm(h)'s": (function, "_Linear.backward", "more[-1]", "more[0]", RETURN),
     "x normalised in the place of h": (
         norm_rows, "NormRows.rows",
-        "cast(normed,", "cast(kernels.forward(x, None, norm_weight, norm_bias, None, self.options, False)[0],", ("y",),
+        "return cast(normed,",
+        "return cast(kernels.forward(x, None, norm_weight, norm_bias, None, self.options, False)[0],", ("y",),
     ),
     "x kept in the place of h": (function, "_Linear.forward", "early, *kept,", "early, inputs[0], *kept[1:],", ("y",)),
     "x for h": (norm_rows, "NormRows.rows", "x if h is None else h", "x", ("y", "h")),
