@@ -204,6 +204,27 @@ def test_gradients_that_lie_otherwise(call, layout):
             assert torch.equal(gradient(slice(9, 9 + size)), whole[9 : 9 + size])
 
 
+def normed(x, w):
+    return onepass.norm_linear(x, torch.ones(x.shape[1]), w)
+
+
+@pytest.mark.parametrize("call", (F.linear, onepass.linear, normed))
+def test_a_gradient_by_columns_is_not_taken_for_a_weights(call, monkeypatch):
+    """A CPU often gives both the same bits, so this looks at what is multiplied."""
+    multiplied, product = [], invariant_product._product
+
+    def recorded(raw, keyset, x, b, **options):
+        multiplied.append(x.shape)
+        return product(raw, keyset, x, b, **options)
+
+    monkeypatch.setattr(invariant_product, "_product", recorded)
+    x, w, _ = operands(torch.float32)
+    dy = torch.randn(len(w), len(x)).t()
+    with onepass.batch_invariant():
+        call(x.requires_grad_(), w.requires_grad_()).backward(dy)
+    assert multiplied == [x.shape, dy.shape]
+
+
 @pytest.mark.parametrize("frozen", (False, True))
 @pytest.mark.parametrize("biased", (False, True))
 @pytest.mark.parametrize("dtype", TYPES)
