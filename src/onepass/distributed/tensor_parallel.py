@@ -88,7 +88,7 @@ def tp_product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: TPLayout 
     if not layout.by_row:
         x = start_gather(x, layout).wait()
         return F.linear(x, weight, bias) if start is None else _started(x, weight, bias, start)
-    y = start_sum(F.linear(x, weight, None) if start is None else _started(x, weight, None, start), layout).wait()
+    y = start_sum(F.linear(x, weight) if start is None else _started(x, weight, None, start), layout).wait()
     return y if bias is None else y + bias
 
 

@@ -86,9 +86,7 @@ class SelfAttention(nn.Module):
         as_one = self.config.attention_fusion and not self._drops()
         if invariant():
             if not as_one:
-                refuse(
-                    "attention by PyTorch's operators", "it chooses kernels by the batch: leave attention_fusion on"
-                )
+                refuse("attention by PyTorch's operators", "it chooses kernels by the batch: leave attention_fusion on")
         elif boundaries is None:
             # of other sizes: rope's kernel, F.sdpa
             as_one = as_one and normed and (not rows.is_cuda or self.config.head_size in SIZES)

@@ -426,16 +426,14 @@ class _Replacement:
 
     def _put(self) -> torch.library.Library:
         library, has_kernel = torch.library.Library("aten", "IMPL"), torch._C._dispatch_has_kernel_for_dispatch_key
-        for key in ("CPU", "CUDA"):
-            names = [name for name in _REPLACED if has_kernel(f"aten::{name}", key)]
-            raw = {name: torch.library.get_kernel(f"aten::{name}", key) for name in names}
-            for name in names:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that a kernel is replaced
-                    library.impl(name, _REPLACED[name](name, raw), key, with_keyset=True)
         linear = _linear(torch.library.get_kernel("aten::linear", "AutogradCPU"))  # PyTorch's, the same for all devices
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # that a kernel is replaced
+            for key in ("CPU", "CUDA"):
+                names = [name for name in _REPLACED if has_kernel(f"aten::{name}", key)]
+                raw = {name: torch.library.get_kernel(f"aten::{name}", key) for name in names}
+                for name in names:
+                    library.impl(name, _REPLACED[name](name, raw), key, with_keyset=True)
             library.impl("linear", linear, "CompositeImplicitAutograd", with_keyset=True)
         return library
 
