@@ -168,6 +168,7 @@ CASES = {
     "dropout": Case(f"{SPECS}:get_bias_dropout_add", X, X, BIAS, call=dropout_add),
     "dropout, no bias": Case(f"{SPECS}:get_bias_dropout_add", X, X, call=dropout_add),
     "dropout, evaluation": Case(f"{SPECS}:get_bias_dropout_add", X, X, BIAS, call=dropout_add, training=False),
+    "dropout, a bias of x's shape": Case(f"{SPECS}:get_bias_dropout_add", X, X, X, call=dropout_add),
     "dropout, a wide residual": Case(f"{SPECS}:get_bias_dropout_add", X, X, BIAS, call=dropout_add, wide=True),
     "dropout's function": Case(
         f"{DROPOUT}:_bias_dropout_add_func", X, X, call=lambda function, x, residual: function((x, None), residual, 0.0, True)
@@ -213,6 +214,7 @@ ELSEWHERE = {  # what is no function of tensors, and the test that runs it
     "HAVE_TE": "test_permute.test_as_stock",
     **{f"fused_sort_chunks_by_index{each}": "test_permute.test_chunks_as_stock" for each in ("", "_with_probs")},
     "__init__": "test_megatron.test_linear_cross_entropy_rounds_no_logits",
+    "cross_entropy_fusion_impl": "test_megatron.test_linear_cross_entropy_by_the_command_line",
     "get_megatron_optimizer": "test_megatron.test_adam_and_clipping_as_stock",
 }
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import subprocess
 import sys
 import types
+from typing import get_args
 
 import pytest
 import torch
@@ -204,6 +205,20 @@ def test_linear_cross_entropy_by_the_configs_name():
         assert step(model_of(linear, local_spec(linear))) == pytest.approx(stock, rel=2e-6)
     finally:
         installed.undo()
+
+
+def test_linear_cross_entropy_by_the_command_line():
+    """Megatron-LM's trainer makes flags of the config's fields."""
+    from megatron.core.transformer import TransformerConfig
+
+    fields = TransformerConfig.__dataclass_fields__
+    before = fields["cross_entropy_fusion_impl"].type
+    installed = megatron.install()
+    try:
+        assert {*get_args(fields["cross_entropy_fusion_impl"].type)} == {*get_args(before), "linear"}
+    finally:
+        installed.undo()
+    assert fields["cross_entropy_fusion_impl"].type is before
 
 
 def test_linear_cross_entropy_rounds_no_logits():

@@ -68,6 +68,16 @@ def test_the_loss_is_fp32_of_labels_shape(by_formula):
     assert loss.is_contiguous() and logits.grad.dtype is torch.bfloat16
 
 
+def test_a_bias_may_have_the_shape_of_x(by_formula):
+    """Megatron-LM's trainer warms bias, dropout and residual up with one."""
+    x, residual = torch.randn(S, B, D), torch.randn(S, B, D, requires_grad=True)
+    bias = torch.randn(D).expand_as(x).requires_grad_()
+    y = fusions.bias_dropout_add((x, bias), residual, 0.0, True)
+    torch.testing.assert_close(y, x + bias + residual)
+    for gradient in torch.autograd.grad(y.sum(), (bias, residual)):
+        assert gradient.shape == x.shape and (gradient == 1).all()
+
+
 @pytest.mark.parametrize("persist", [False, True])
 def test_norms_are_memory_efficient_whether_persistent_or_not(persist, by_formula):
     config = SimpleNamespace(

@@ -70,6 +70,8 @@ def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
 def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool) -> Tensor:
     """Megatron's _bias_dropout_add_func. Where nothing needs a gradient it adds in x's own memory, as theirs does."""
     x, bias = x_with_bias
+    if bias is not None and bias.dim() > 1:  # of x's shape, as Megatron-LM's trainer warms the function up
+        x, bias = x + bias, None
     needed = x.requires_grad or residual.requires_grad or (bias is not None and bias.requires_grad)
     if training or needed or x.dtype != residual.dtype:
         return dropout_add(x, residual, prob, bias=bias, training=training)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from copy import copy
+from typing import Any, Literal
 
 from onepass.integrations.megatron import fusions as ours
 from onepass.integrations.megatron.experts import with_grouped_experts
@@ -132,6 +133,10 @@ def _rebind_loss(seams: Seams) -> None:
         seams.rebind(_CORE + "fusions.fused_linear_cross_entropy", "linear_cross_entropy", ours.linear_cross_entropy)
         return
     seams.leave("fusions.fused_linear_cross_entropy", f"not in {seams.version}: apply() stands in at the model's end")
+    fields = importlib.import_module(_CORE + "transformer.transformer_config").TransformerConfig.__dataclass_fields__
+    choices = copy(fields["cross_entropy_fusion_impl"])  # by which Megatron-LM's trainer parses --cross-entropy-fusion-impl
+    choices.type = Literal["native", "te", "linear"]
+    seams.rebind_item(fields, choices.name, choices, f"transformer.transformer_config.TransformerConfig.{choices.name}")
     for module, model in (("models.gpt.gpt_model", "GPTModel"), ("models.hybrid.hybrid_model", "HybridModel")):
         if importlib.util.find_spec(_CORE + module.rpartition(".")[0]) is None:
             seams.leave(f"{module}.{model}", f"not in {seams.version}")
