@@ -79,7 +79,8 @@ def fill_queue() -> None:
 def kernels(step: Callable[[], object]) -> list[tuple[str, Interval]]:
     """The name of each of a step's kernels, and its start and end in milliseconds."""
     torch.cuda.synchronize()
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         fill_queue()
         step()

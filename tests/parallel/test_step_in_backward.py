@@ -2,10 +2,17 @@
 
 import copy
 import gc
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from parallel.worlds import PAIRS
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import onepass
@@ -13,6 +20,7 @@ from onepass.gradients import sharded_adamw, step_in_backward
 from onepass.parallel import ShardedAdamW, StepInBackward
 from onepass.testing.mutants import mutate
 
+WORLDS = PAIRS
 KINDS = {
     "fp32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {}),
@@ -21,10 +29,15 @@ KINDS = {
 }
 
 
+@contextmanager
+def rank_context():
+    with patch.object(step_in_backward, "_PART", 256 * 20), onepass.use_backend("torch"):  # two or three parameters each
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _by_pytorch(monkeypatch):
-    monkeypatch.setattr(step_in_backward, "_PART", 256 * 20)  # two or three parameters each
-    with onepass.use_backend("torch"):
+def _by_pytorch():
+    with rank_context():
         yield
 
 
@@ -173,8 +186,84 @@ def test_what_it_refuses(monkeypatch):
         optimizer.step(max_norm=1.0)
     monkeypatch.setattr(step_in_backward.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(step_in_backward.dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"in_backward is for one rank, but torch.distributed has 2"):
+    with pytest.raises(ValueError, match=r"False for plain parameters on 2 ranks, .*15 of 15 parameters are no DTensors"):
         made("fp32", in_backward=StepInBackward())
+
+
+# ---- over ranks ----
+
+
+def sharded(kind, early, **options):
+    """Return a model under fully_shard, and its optimizer."""
+    dtype, more = KINDS[kind]
+    torch.manual_seed(0)
+    model, device = Model().to(dtype), torch.get_default_device().type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    shared = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    for layer in model.layers:
+        fully_shard(layer, **shared)
+    fully_shard(model, **shared)
+    return model, ShardedAdamW(model.parameters(), lr=1e-2, **more, in_backward=early, **options)
+
+
+def trained_over_ranks(model, optimizer, steps=range(3), microbatches=2, synchronise=False):
+    """Return the whole weights, and the norms that steps return. Each rank has other batches."""
+    norms, mine = [], 1000 * dist.get_rank()
+    for step in steps:
+        with optimizer.accumulate():
+            for more in range(1, microbatches):
+                model.set_requires_gradient_sync(synchronise)
+                model(ids(mine + 100 * more + step)).backward()
+        model.set_requires_gradient_sync(True)
+        model(ids(mine + step)).backward()
+        norms.append(optimizer.step())
+        optimizer.zero_grad()
+    return [p.detach().full_tensor() for p in model.parameters()], norms
+
+
+def test_steps_over_ranks(group):
+    """Weights have the bits of steps after backward, whenever gradients of microbatches are reduced."""
+    for kind, options in (("fp32", {"synchronise": True}), ("bf16, masters, 8 bits", {}), ("bf16", {"microbatches": 1})):
+        usual, _ = trained_over_ranks(*sharded(kind, False), **options)
+        early, _ = trained_over_ranks(*sharded(kind, True), **options)
+        assert alike(usual, early), kind
+    model, kept = sharded("fp32", StepInBackward())
+    before = [p.detach().full_tensor() for p in model.layers[2].parameters()]
+    model(ids(group.rank())).backward()
+    assert all(p.grad is None for p in model.layers[2].parameters())
+    assert not any(map(torch.equal, before, [p.detach().full_tensor() for p in model.layers[2].parameters()]))
+    with pytest.raises(RuntimeError, match=r"second time since the last step\(\)"):
+        model(ids(group.rank())).backward()
+    assert kept.step() is None
+
+
+def test_norms_over_ranks(group):
+    """They are those of all ranks' parts together, clip the step after, and go with a state."""
+    model, optimizer = sharded("bf16, masters, 8 bits", StepInBackward(max_norm=0.05))
+    usual, after = sharded("bf16, masters, 8 bits", False)
+    norm = None
+    for step in range(3):
+        usual(ids(10 * step + group.rank())).backward()
+        last, norm = norm, after.norm()
+        after.step(max_norm=None if last is None else 0.05, norm=last)
+        after.zero_grad()
+        model(ids(10 * step + group.rank())).backward()
+        torch.testing.assert_close(optimizer.step(), norm, rtol=1e-5, atol=0)
+        optimizer.zero_grad()
+    assert norm > 0.1
+    for mine, theirs in zip(model.parameters(), usual.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor())
+    other, resumed = sharded("bf16, masters, 8 bits", StepInBackward(max_norm=0.05))
+    weights, state = get_state_dict(model, optimizer)
+    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=state)
+    went_on, norms = trained_over_ranks(model, optimizer, range(3, 5))
+    again, same = trained_over_ranks(other, resumed, range(3, 5))
+    assert alike(went_on, again) and alike(norms, same)
+    with (
+        patch.object(step_in_backward, "local_part", lambda tensor: tensor.to_local().to("meta")),
+        pytest.raises(ValueError, match="in_backward must be False where FSDP2 offloads parameters"),
+    ):
+        sharded("fp32", True)
 
 
 MUTANTS = {

@@ -36,6 +36,7 @@ from onepass.gradients.adamw_state import (
     take_moments,
 )
 from onepass.gradients.adamw_stepper import AdamWStepper, check_max_norm, check_options
+from onepass.gradients.dtensor_parts import layout_of, local_part, placed_as
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.offloaded_state import StateRings
 from onepass.gradients.optimizer_state import check_sizes, loading, set_options, states_of
@@ -110,7 +111,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         masters: step fp32 masters of bf16 weights. A master is its weight and 16 bits more, the state's "low". Steps that are too
             small for a bf16 weight add up in it.
         in_backward: step parameters in backward, as soon as their gradients are whole, and free these. `step` steps what is
-            left. `StepInBackward` clips. For one rank.
+            left. `StepInBackward` clips. On several ranks parameters must be DTensors, as FSDP2's.
         offload: ``state`` keeps masters' bits and moments in the host's memory. They pass through the device part by part.
     """
 
@@ -250,7 +251,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             shard = self._shards[parameter]
-            if _local(parameter).data_ptr() != shard.weight.data_ptr():  # as after module.to
+            if local_part(parameter).data_ptr() != shard.weight.data_ptr():  # as after module.to
                 if parameter.dtype is not shard.weight.dtype:
                     raise RuntimeError(
                         f"parameters must keep the type that they had when their optimizer was made, {shard.weight.dtype}, but "
@@ -304,7 +305,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 theirs = loaded.get(parameter, {})
                 self._step_of(parameter, shard).fill_(theirs.get("step", 0))
                 kept = (name for name in (*MOMENTS, *CODES, *SCALES, LOW, MASTER) if name in theirs)
-                shard.load({name: _part(_placed_as(theirs[name], parameter)).reshape(-1) for name in kept})
+                shard.load({name: _part(placed_as(theirs[name], parameter)).reshape(-1) for name in kept})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._made:
@@ -317,27 +318,11 @@ class ShardedAdamW(torch.optim.Optimizer):
 
 def _part(tensor: Any) -> Tensor:
     """This rank's part, in the tensor's own memory."""
-    return _local(tensor).detach()
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if has_dtensor(tensor) else tensor  # type: ignore[no-any-return]
-
-
-def _placed_as(tensor: Any, parameter: Any) -> Any:
-    """The tensor as the parameter lies. One that all ranks have whole is divided."""
-    if not has_dtensor(parameter):
-        return tensor.full_tensor() if has_dtensor(tensor) else tensor
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if not has_dtensor(tensor):
-        mesh = parameter.device_mesh
-        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return tensor if tensor.placements == parameter.placements else tensor.redistribute(placements=parameter.placements)
+    return local_part(tensor).detach()
 
 
 def _grad_part(parameter: Any) -> Tensor:
-    grad = _part(_placed_as(parameter.grad, parameter))
+    grad = _part(placed_as(parameter.grad, parameter))
     if grad.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"gradients must be fp32 or bf16, but one is {grad.dtype}")
     return grad.contiguous().view(-1)
@@ -366,7 +351,7 @@ def _norm(grads: list[Tensor]) -> Tensor:
         return torch.zeros(())
     by_mesh: dict[Any, list[Tensor]] = {}
     for grad in grads:
-        by_mesh.setdefault((grad.device_mesh, grad.placements) if has_dtensor(grad) else None, []).append(grad)  # type: ignore[attr-defined]
+        by_mesh.setdefault(layout_of(grad), []).append(grad)
     norms = [_norm_of(alike) for alike in by_mesh.values()]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total

@@ -3,6 +3,9 @@
 So gradients of one part are in memory at a time. The norm of all of them is known at the end only. `max_norm` clips by the norm
 of the step before, which costs one more read of each gradient; the first step is not clipped. Gradients come in `.grad`
 (`BackwardSteps`, by hooks) or in buckets of MainGrads (`BucketSteps`).
+
+FSDP2 calls the hooks of its sharded parameters when a group's gradients are reduced, on the stream that reduces. Steps are queued
+there, beside backward. FSDP2 lets the next forward wait for that stream, and backward has gathered a group's weights before.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from onepass.gradients.adamw_stepper import check_max_norm
 from onepass.gradients.buckets import Bucket
+from onepass.gradients.dtensor_parts import layout_of, local_part, placed_as, sum_over_mesh
 from onepass.gradients.main_grads import MainGrads
 from onepass.gradients.releasable_storage import ensure_written
 from onepass.runtime.sharding import has_dtensor
@@ -55,12 +59,17 @@ class LastNorm:
     def __init__(self, max_norm: float | None) -> None:
         self._most = max_norm
         self.norm: Tensor | None = None  # of the step before: a state that goes on bit for bit has it
-        self._squares: list[Tensor] = []
+        self._squares: dict[Any, list[Tensor]] = {}  # by the layout of the gradients
 
     def add(self, grads: list[Any]) -> None:
-        if self._most is not None:
-            norms = torch._foreach_norm(grads, 2.0, torch.float32)
-            self._squares.append(torch.stack(norms).square().sum())
+        if self._most is None:
+            return
+        alike: dict[Any, list[Tensor]] = {}
+        for grad in grads:
+            alike.setdefault(layout_of(grad), []).append(local_part(grad))
+        for layout, some in alike.items():
+            norms = torch._foreach_norm(some, 2.0, torch.float32)
+            self._squares.setdefault(layout, []).append(torch.stack(norms).square().sum())
 
     def clipping(self) -> tuple[Tensor | None, float | None]:
         """Return the norm to clip by, and the largest that it may be; both None in the first step. After a norm that is not
@@ -70,11 +79,15 @@ class LastNorm:
         return self.norm.nan_to_num(0.0, posinf=0.0), self._most
 
     def finish(self) -> Tensor | None:
-        """End a step. Return the norm of what was added, or None where there is no max_norm."""
+        """End a step. Return the norm of what was added over all ranks, or None where there is no max_norm. Collective where
+        there are DTensors."""
         if not self._squares:
             return None
-        device = self._squares[0].device
-        self.norm = torch.stack([each.to(device) for each in self._squares]).sum().sqrt()
+        device = next(iter(self._squares.values()))[0].device
+        sums = [
+            sum_over_mesh(torch.stack([each.to(device) for each in some]).sum(), layout) for layout, some in self._squares.items()
+        ]
+        self.norm = torch.stack(sums).sum().sqrt()
         self.forget()
         return self.norm
 
@@ -109,15 +122,17 @@ class _BucketOptimizer(Protocol):
 
 
 def parts_of(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Divide parameters into neighbours of one device, whose gradients come at about the same time."""
+    """Divide parameters into neighbours of one device, whose gradients come at about the same time. A part's size is this
+    rank's."""
     parts: list[list[Tensor]] = []
     size = 0
     for parameter in parameters:
-        if not parts or size + parameter.numel() > _PART or parameter.device != parts[-1][0].device:
+        numbers = local_part(parameter).numel()
+        if not parts or size + numbers > _PART or parameter.device != parts[-1][0].device:
             parts.append([])
             size = 0
         parts[-1].append(parameter)
-        size += parameter.numel()
+        size += numbers
     return parts
 
 
@@ -135,13 +150,7 @@ class BackwardSteps:
     """The hooks of an optimizer's parameters, and what has been stepped since its last `step`."""
 
     def __init__(self, optimizer: _Optimizer, parts: list[list[Tensor]], options: StepInBackward) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"in_backward is for one rank, but torch.distributed has {dist.get_world_size()}: gradients are reduced after "
-                "they were stepped. Leave in_backward False"
-            )
-        if has_dtensor(*(parameter for part in parts for parameter in part)):
-            raise TypeError("in_backward is for plain parameters, but some are DTensors, whose gradients come otherwise")
+        _check_ranks([parameter for part in parts for parameter in part])
         self._optimizer = weakref.ref(optimizer)
         _steps_of.update((id(parameter), self) for part in parts for parameter in part)
         self._parts, self.last = parts, LastNorm(options.max_norm)
@@ -183,7 +192,7 @@ class BackwardSteps:
         optimizer, some = self._optimizer(), [each for each in self._parts[number] if each.grad is not None]
         if optimizer is None or not some:
             return
-        self.last.add([each.grad for each in some])
+        self.last.add([placed_as(each.grad, each) for each in some])
         optimizer.step_some(some, *self.last.clipping())
         for each in some:
             each.grad = None
@@ -266,6 +275,18 @@ class BucketSteps:
         self.last.forget()
         self._whole.clear()
         self.stepped.clear()
+
+
+def _check_ranks(parameters: list[Tensor]) -> None:
+    """Raise where other code reduces a gradient after its hooks have run, or copies it when they have."""
+    plain = [each for each in parameters if not has_dtensor(each)]
+    if plain and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"in_backward must be False for plain parameters on {dist.get_world_size()} ranks, whose gradients are reduced after "
+            f"they were stepped, but {len(plain)} of {len(parameters)} parameters are no DTensors: shard them by fully_shard"
+        )
+    if any(has_dtensor(each) and local_part(each).device.type != each.device_mesh.device_type for each in parameters):  # type: ignore[attr-defined]
+        raise ValueError("in_backward must be False where FSDP2 offloads parameters: their gradients may still be on their way")
 
 
 def _on_gradient(owner: weakref.ref[BackwardSteps], number: int, parameter: Tensor) -> None:
