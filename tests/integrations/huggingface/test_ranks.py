@@ -1,13 +1,15 @@
 """transformers' models with onepass under DDP and fully_shard over two ranks, against one process."""
 
 import copy
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from parallel.worlds import PAIRS
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
@@ -96,6 +98,67 @@ def test_adapters(group, wrapped):
         assert (p.grad is None) is (expected is None)
         if expected is not None:
             torch.testing.assert_close(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), expected)
+
+
+@contextmanager
+def products():
+    """The number of rows of each weight that LinearsMatch multiplies in the block."""
+    rows = []
+    with pytest.MonkeyPatch.context() as patch:  # a rank goes on to other tests
+        for name, place in (("linear", 1), ("norm_linear", 2)):
+            stock = getattr(linears, name)
+            patch.setattr(linears, name, lambda *a, s=stock, i=place, **o: rows.append(a[i].shape[0]) or s(*a, **o))
+        yield rows
+
+
+GATHERED = {
+    "as they come": {},
+    "once": {"reshard_after_forward": False},
+    "in fp32 of bf16, reduced in fp32": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    },
+}
+
+
+@pytest.mark.parametrize("gathered", GATHERED)
+def test_weights_of_one_product_are_gathered_together(group, gathered):
+    """From the second forward on q, k and v are one product, and gate and up, with the gradients of products of their own."""
+    apart, model = new_model(), new_model()
+    model.load_state_dict(apart.state_dict())
+    mesh = init_device_mesh("cpu", (group.size(),))
+    for each in (apart, model):
+        huggingface.apply(each)
+        for part in (*each.model.layers, each):
+            fully_shard(part, mesh=mesh, **GATHERED[gathered])
+    ids = torch.randint(VOCABULARY, (6, 2, 12), generator=torch.Generator().manual_seed(group.rank()))
+
+    def trained(each, counts):
+        optimizer, losses = torch.optim.SGD(each.parameters(), lr=0.1), []
+        for step in range(3):
+            with products() as rows:
+                first, second = (each(input_ids=some, labels=some).loss for some in ids[2 * step : 2 * step + 2])
+            counts.append(rows)
+            with torch.no_grad():
+                each(input_ids=ids[0])
+            each.set_requires_gradient_sync(False)
+            first.backward()
+            each.set_requires_gradient_sync(True)
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [float(first), float(second)]
+        return losses, [p.detach().full_tensor() for p in each.parameters()]
+
+    counts = []
+    with patch.object(linears, "pack_gathers", lambda weights: False):
+        expected, weights = trained(apart, [])
+    losses, after = trained(model, counts)
+    one, separate = [192, 192] * 2, [64, 64, 64, 96, 96] * 2
+    assert counts[0] == 2 * separate and counts[2] == 2 * one, counts
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if "bf16" in gathered else {}
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **tolerance)
+    for mine, theirs in zip(after, weights, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
 
 
 def losses_of(called, parameters, ids):

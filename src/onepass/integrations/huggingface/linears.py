@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from onepass.gradients.packed_gathers import pack_gathers
 from onepass.gradients.packed_params import are_packed, concat, pack, unpack
 from onepass.integrations.huggingface.linear_layers import (
     base_of,
@@ -66,6 +67,7 @@ class LinearsMatch:
         self.frozen = is_frozen(self.linears[0])
         self.whole: tuple[FrozenWeight, list[Tensor]] | None = None  # codes that `freeze` has made, and the layers' parts of them
         self.kind = self._kind()  # device and dtype when they were packed
+        self._asked = False  # FSDP2 to gather the weights into one storage
         self._found: dict[int, list[LoRA]] = {}  # adapters that `intact` has seen, by thread
 
     @property
@@ -194,7 +196,8 @@ class LinearsMatch:
     def _lies_apart(self) -> bool:
         """Whether concatenating the weights would copy them, and save the copy for backward.
 
-        This holds under FSDP, which gathers each layer's weight for a moment only. Codes that lie apart have scales of their own.
+        This holds under FSDP, which gathers each layer's weight for a moment only, and under FSDP2 in the first forward. Codes
+        that lie apart have scales of their own.
         """
         if self.frozen:
             return self.whole is not None and not self._is_whole()
@@ -202,7 +205,13 @@ class LinearsMatch:
             return False
         if self.kind != self._kind():  # the model was moved since, as Trainer does
             self.pack()
-        return not are_packed(self.weights())
+        weights = self.weights()
+        if are_packed(weights):
+            return False
+        if not self._asked:
+            self._asked = True
+            pack_gathers(weights)
+        return True
 
     def _one_by_one(self, x: Tensor, folded: FoldedNorm | None, biased: bool, adapters: list[LoRA]) -> Tensor:
         x, made, first = x if folded is None else folded.unfold(x), [], 0

@@ -1,0 +1,95 @@
+"""Weights that one product multiplies, as q, k and v, gathered by FSDP2 into one storage, one after another.
+
+FSDP2 gathers each parameter into memory of its own, which it frees and allocates again: then `concat` copies, or each weight has
+a product of its own. Here that memory becomes parts of one storage. FSDP2 copies from its flat buffer as before, to other
+addresses. A group's parameters come and go together, so the storage does too.
+
+This changes FSDP2's records of parameters, which are private. `fsdp.unsupported` says where they are not as expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.gradients.fsdp import unsupported
+
+
+def pack_gathers(weights: Sequence[Tensor]) -> bool:
+    """Let FSDP2 gather these weights, which are gathered now, into one storage from the next forward on. Return whether it will.
+
+    It does not where they belong to several of its groups, differ in type, are divided unevenly or have all-gather extensions.
+    """
+    for group in _groups():
+        of_weight = {id(getattr(each, "_unsharded_param", None)): each for each in group.fsdp_params}
+        found = [of_weight.get(id(weight)) for weight in weights]
+        if None in found or unsupported([group]) is not None or not all(map(_can_be_packed, found)):
+            continue
+        if len({each._unsharded_param.dtype for each in found}) == 1:  # type: ignore[union-attr]
+            _PackedGather(group, found)
+            return True
+    return False
+
+
+def _groups() -> Iterator[Any]:
+    """All parameter groups of FSDP2 in this process."""
+    from torch.distributed import _composable_state
+
+    for reference in list(getattr(_composable_state, "_module_state_mapping", {}).values()):
+        state = reference() if callable(reference) else reference
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            if group is not None:
+                yield group
+
+
+def _can_be_packed(parameter: Any) -> bool:
+    """Whether what is gathered is the weight, and nothing else."""
+    outputs, weight = parameter.all_gather_outputs, parameter._unsharded_param
+    plain = type(weight) is nn.Parameter and len(outputs) == 1 and "init_all_gather_outputs" not in vars(parameter)
+    return plain and outputs[0].numel() == weight.numel() and not parameter._unsharded_inner_tensors
+
+
+class _PackedGather:
+    """The storage of a group's parameters that are gathered one after another. It is there from a forward on in which no
+    graph has what was gathered before."""
+
+    def __init__(self, group: Any, parameters: list[Any]) -> None:
+        self._group, self._parameters = group, parameters
+        self._whole: Tensor | None = None
+        for parameter in parameters:
+            self._hook(parameter)
+
+    def _hook(self, parameter: Any) -> None:
+        make, allocate = parameter.init_all_gather_outputs, parameter.alloc_all_gather_outputs
+
+        def init_all_gather_outputs(*args: Any, **options: Any) -> None:
+            make(*args, **options)
+            if self._whole is None and self._group._training_state.name == "FORWARD" and not self._group._post_forward_indices:
+                self._lay()
+
+        def alloc_all_gather_outputs() -> None:
+            if self._whole is None:
+                allocate()
+                return
+            storage = self._whole.untyped_storage()
+            if storage.size() != self._whole.nbytes:
+                storage.resize_(self._whole.nbytes)
+
+        parameter.init_all_gather_outputs, parameter.alloc_all_gather_outputs = init_all_gather_outputs, alloc_all_gather_outputs
+
+    @torch.no_grad()
+    def _lay(self) -> None:
+        """Give the parameters their parts of one storage. What they had is freed already."""
+        weights = [parameter._unsharded_param for parameter in self._parameters]
+        of_kind = {"dtype": weights[0].dtype, "device": weights[0].device}
+        self._whole = torch.empty(sum(map(Tensor.numel, weights)), **of_kind)
+        start = 0
+        for parameter, weight in zip(self._parameters, weights, strict=True):
+            part = torch.empty(0, **of_kind)  # no view of the whole: it keeps a version of its own
+            part.set_(self._whole.untyped_storage(), start, (weight.numel(),), (1,))
+            parameter.all_gather_outputs = [part]
+            weight.data = part.view(weight.shape)
+            start += weight.numel()
