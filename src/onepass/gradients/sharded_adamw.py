@@ -226,7 +226,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         if any(parameter not in self._rows for parameter in self._parameters()):
             raise RuntimeError(
                 "the groups' parameters are others than when ShardedAdamW was made, as accelerate's FSDP2 and DeepSpeed replace "
-                "them: make it after fully_shard, or after what wraps the model"
+                "them: make it after fully_shard, or after what wraps the model. DeepSpeed takes torch.optim.AdamW, or its own"
             )
         if self._in_backward is not None:
             if max_norm is not None or norm is not None:

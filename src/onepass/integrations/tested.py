@@ -3,6 +3,7 @@
 TESTED: dict[str, tuple[str, ...]] = {  # by their names in pip, the newest last
     "accelerate": ("1.15.0",),
     "axolotl": ("0.19.0",),
+    "deepspeed": ("0.19.8",),
     "flash-attn-4": ("4.0.0b36",),
     "kernels": ("0.16.2", "0.17.2"),
     "lightning": ("2.6.6",),

@@ -32,6 +32,7 @@ from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.precision import set_precision
 from onepass.integrations.huggingface.probe import fresh_defaults
 from onepass.integrations.huggingface.routers import replace_routers
+from onepass.integrations.huggingface.zero import is_partitioned, shapes_of_empty
 from onepass.kernels.invariant_product import batch_invariant as switch
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
 
@@ -191,7 +192,7 @@ def apply(
     Args:
         model: a transformers model of any family. Modules are recognised by running them on test inputs, not by a list of names.
             PEFT may wrap the model before or after. If before, `mlp` and `qkv` run plain LoRA layers by `linear(lora=)`. Use
-            FSDP2, DDP and torch.compile after.
+            FSDP2, DDP and torch.compile after. Under DeepSpeed before or after, also of empty weights (deepspeed.zero.Init).
         norm: RMSNorm and LayerNorm. With `qkv` or `mlp`, norms are also fused into the linear layers after them, and residual
             additions into the norms.
         mlp: one product up, then activation and product down as one op. Backward saves neither the norm's output nor the
@@ -218,7 +219,7 @@ def apply(
 
     Raises:
         ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision, or
-            weights are sharded by other code than FSDP2, or dropout or a precision can't be batch_invariant. The model is
+            weights are sharded by FSDP1, or dropout or a precision can't be batch_invariant. The model is
             unchanged.
         TypeError: the model is in fp64, with a precision.
     """
@@ -231,16 +232,21 @@ def apply(
     asked = [part for part, wanted in zip(PARTS, (norm, mlp, rope, loss, qkv), strict=True) if wanted]
     if not asked and precision is None:
         raise ValueError(f"one of {', '.join(PARTS)} must be True without precision, but all are False")
-    _check_whole(model)
+    with shapes_of_empty(model):
+        _check_whole(model)
     recipe = recipe_of(precision)
     if frozen_layouts is not None and (recipe is None or frozen_layouts not in (1, 2)):
         needs = "be 1 or 2" if recipe is not None else "be None without precision"
         raise ValueError(f"frozen_layouts must {needs}, but is {frozen_layouts!r}")
+    if frozen_layouts is not None and any(map(is_partitioned, model.parameters())):
+        raise ValueError(
+            "frozen_layouts must be None with weights that DeepSpeed ZeRO-3 has partitioned: codes are of a whole weight"
+        )
     if batch_invariant:
         check_invariant(model, recipe)
     patches = Patches()
     try:
-        with fresh_defaults():
+        with fresh_defaults(), shapes_of_empty(model):
             rows = _replaced(model, patches, norm, mlp, rope, loss, qkv, recipe, frozen_layouts)
         if batch_invariant and len(patches):
             patches.on_undo(switch().undo)
@@ -266,8 +272,8 @@ def _check_whole(model: nn.Module) -> None:
         weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
         if weight is not None and weight.dim() == 1:
             raise ValueError(
-                f"{name}.weight must have two dimensions, but is of shape {tuple(weight.shape)}: DeepSpeed ZeRO-3 or FSDP1 has "
-                "sharded it. Apply onepass before they wrap the model; under ZeRO-3 also load it without deepspeed.zero.Init"
+                f"{name}.weight must have two dimensions, but is of shape {tuple(weight.shape)}: FSDP1 has sharded it. "
+                "Apply onepass before it wraps the model"
             )
 
 

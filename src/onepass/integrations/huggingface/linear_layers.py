@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.snapshot import SILENT, hooked
+from onepass.integrations.huggingface.zero import is_partitioned
 from onepass.kernels.device_tables import device_table
 from onepass.ops.linear.linear import linear
 from onepass.product.frozen.taken import frozen_weight
@@ -37,8 +38,13 @@ def is_linear(module: nn.Module | None) -> bool:
     if type(module) is nn.Linear or is_conv1d(module):
         weight: Any = module._parameters["weight"]
         if not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight):  # torchao's quantised ones have it
-            return True
+            return not keeps_gathered(module)
     return is_frozen(module)
+
+
+def keeps_gathered(module: nn.Module) -> bool:
+    """Whether a product would keep what ZeRO-3 has gathered until backward: it saves Conv1D's weight as a view."""
+    return is_conv1d(module) and is_partitioned(module._parameters["weight"])
 
 
 def is_frozen(module: nn.Module) -> bool:
@@ -95,7 +101,8 @@ def precision_of(module: nn.Module) -> FP8Recipe | None:
 
 def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
     """Return the layer's product with x."""
-    if is_frozen(module) and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):  # theirs is made for few rows
+    few_rows = is_frozen(module) and (torch.compiler.is_compiling() or not torch.is_grad_enabled())  # which theirs is made for
+    if few_rows or keeps_gathered(module):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return linear(x, weight_of(module, x.dtype), bias_of(module) if biased else None, precision=precision_of(module))
 

@@ -17,6 +17,7 @@ from onepass.integrations.huggingface.linear_layers import (
     is_frozen,
     is_linear,
     is_lora,
+    keeps_gathered,
     lora_of,
     precision_of,
     sizes_of,
@@ -26,6 +27,7 @@ from onepass.integrations.huggingface.norms import NormMatch
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import thread
 from onepass.integrations.huggingface.snapshot import hooked
+from onepass.integrations.huggingface.zero import gathered, is_partitioned
 from onepass.ops.linear.linear import linear
 from onepass.ops.norm.compiled_projections import norm_projections, projections, use_compiled_projections
 from onepass.ops.norm.norm_linear import norm_linear
@@ -111,7 +113,7 @@ class LinearsMatch:
 
     def unpack(self) -> None:
         """Give parameters their own storages. Code that saves a model drops all but one of the tensors that share a storage."""
-        unpack(self.weights())
+        unpack([weight_of(module) for module in self.linears])
         biases = self._biases()
         if all(bias is not None for bias in biases):
             unpack(biases)
@@ -119,7 +121,7 @@ class LinearsMatch:
     def pack(self) -> None:
         """Lay out the weights contiguously in memory, and the biases, so that concatenating them copies nothing."""
         self.kind = self._kind()
-        if len(self.linears) > 1:
+        if len(self.linears) > 1 and not is_partitioned(self.linears[0].weight):
             pack(self.weights())
             if self.biased:
                 pack(self._biases())
@@ -155,6 +157,8 @@ class LinearsMatch:
         self._found.pop(thread(), None)  # nobody calls the layers now: PEFT may take its own off before somebody does
         if intact:
             return None
+        if any(map(keeps_gathered, self.linears)):
+            return "its weights are stored transposed, of which a product would keep what DeepSpeed ZeRO-3 gathers"
         found = [lora_of(child) for name in self.names if is_lora(child := self.owner._modules.get(name))]
         for lora in found:
             if isinstance(lora, str):
@@ -248,7 +252,7 @@ class LinearsMatch:
         return concat(self._biases()) if self.biased else None
 
     def weights(self) -> list[Tensor]:
-        return [weight_of(module) for module in self.linears]
+        return [gathered(weight_of(module)) for module in self.linears]
 
     def _biases(self) -> list[Tensor]:
         return [module.bias for module in self.linears]

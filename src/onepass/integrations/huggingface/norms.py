@@ -15,6 +15,7 @@ from onepass.integrations.huggingface.gated_norms import find_gated_norm, gated_
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import FP64, close, own_forward, parameters_of, probe, probe_forward, randn
 from onepass.integrations.huggingface.snapshot import UNREAD, Reads, Snapshot, reads_of
+from onepass.integrations.huggingface.zero import gathered
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import layer_norm, rms_norm
 
@@ -42,15 +43,19 @@ class NormMatch:
 
     @property
     def weight(self) -> Tensor | None:
-        return self.module._parameters.get("weight")
+        return self._own("weight")
 
     @property
     def bias(self) -> Tensor | None:
-        return self.module._parameters.get("bias") if self.layer else None
+        return self._own("bias") if self.layer else None
+
+    def _own(self, name: str) -> Tensor | None:
+        own = self.module._parameters
+        return gathered(own[name]) if name in own else None
 
     @property
     def name(self) -> str:
-        if self.weight is None:
+        if self.module._parameters.get("weight") is None:
             return "rms_norm, no weight"
         return ("layer_norm" if self.layer else "rms_norm") + (", zero-centred" if self.zero_centered else "")
 

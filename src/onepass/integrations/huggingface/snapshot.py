@@ -122,7 +122,8 @@ def is_watched(module: nn.Module) -> bool:
 
 
 FSDP = "torch.distributed.fsdp"  # its hooks only gather weights
-SILENT = FSDP, "onepass.testing.invariance"  # whose hooks only look
+ZERO = "deepspeed.runtime.zero", "deepspeed.utils.nvtx"  # so do DeepSpeed's, one of which its nvtx wraps
+SILENT = FSDP, *ZERO, "onepass.testing.invariance"  # whose hooks only look
 _NO_MATTER = (*SILENT, "transformers.")  # whose hooks only record outputs
 
 
