@@ -428,6 +428,7 @@ def test_ranks_take_turns_to_say_what_is_wrong(error, waited, said, status, monk
     monkeypatch.setattr("onepass.train.layout.time.sleep", slept.append)
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(CommandError) as raised, one_line_of_all_ranks():
             raise error
         assert str(raised.value) == said.format(rank) and raised.value.status == status

@@ -15,7 +15,8 @@ from onepass.parallel import DeferredWgrad, MainGrads
 from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint, layout
 from onepass.train.batches import Batches
-from onepass.train.command import _settings, add_arguments
+from onepass.train.command import add_arguments
+from onepass.train.flags import merge_settings, read_file
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.packing import Documents, PackedBatches
@@ -350,10 +351,12 @@ def test_flags_and_files_say_how_layers_are_divided(tmp_path):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = ["--config", str(file), "--decoder-first-pipeline-num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
-    config, _ = _settings(parser.parse_args(given), torch.device("cpu"), None)
+    written = read_file(file, pipe=False)
+    config, _ = merge_settings(None, written, vars(parser.parse_args(given)), False)
     assert [len(blocks) for blocks in divided(config)] == [2, 1, 1, 2, 1, 1]
+    last = parser.parse_args([*given, "--decoder-last-pipeline-num-layers", "4"])
     with pytest.raises(CommandError, match="num_layers_in_last_pipeline_stage 4 must leave"):
-        _settings(parser.parse_args([*given, "--decoder-last-pipeline-num-layers", "4"]), torch.device("cpu"), None)
+        merge_settings(None, written, vars(last), False)
 
 
 ONE_STAGE = {"virtual_pipeline_model_parallel_size": 1}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.console import Console
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
-from onepass.train import checkpoint
+from onepass.train import checkpoint, command
 from onepass.train.checkpoint.folders import index_json
 from onepass.train.command import _say_where, _settle, _unless_too_large
 from onepass.train.layout import ParallelLayout
@@ -133,7 +134,10 @@ def test_settings_come_through_a_pipe(tmp_path, corpus, monkeypatch, capsys):
     assert run(tmp_path / "run") == 0
     assert read_yaml(tmp_path / "run" / "config.yaml")["seq_length"] == 8
     capsys.readouterr()
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(command, "started", lambda *_: nullcontext(ParallelLayout(torch.device("cpu"), ranks=2)))
+    monkeypatch.setattr(command, "watched", lambda *_: nullcontext())
+    monkeypatch.setattr(ParallelLayout, "on_all", lambda layout, act: [act()] * layout.ranks)
+    monkeypatch.setattr(ParallelLayout, "on_rank", lambda layout, rank, act: act())
     assert run(tmp_path / "other") == 2
     assert re.search(r"--config /dev/fd/\d+ can't be read: it must be a file, but is a named pipe\n$", capsys.readouterr().err)
 

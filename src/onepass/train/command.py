@@ -6,11 +6,13 @@ import argparse
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -23,20 +25,33 @@ from onepass.profiling.units import counted
 from onepass.runtime.errors import CommandError, install_hint
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.train import checkpoint, stages, text
+from onepass.train.beginning import Beginning, find_beginning
 from onepass.train.checkpoint.compatibility import facts_of
-from onepass.train.files import check_links
+from onepass.train.disks import describe_disks, find_disks
 from onepass.train.flags import add_flag, add_preset, config_of_folder, merge_settings, read_file
 from onepass.train.foreign_flags import in_place_of as in_place_of  # the command line asks for it
-from onepass.train.layout import ParallelLayout, device_of_this_rank, one_line_of_all_ranks, ranks_there, started
+from onepass.train.layout import (
+    ParallelLayout,
+    check_agreement,
+    device_of_this_rank,
+    divided,
+    one_line_of_all_ranks,
+    ranks_there,
+    started,
+)
 from onepass.train.loop import Diverged, TrainRun
 from onepass.train.options import NEEDED_FUSIONS, Options
 from onepass.train.precision import describe_precision
 from onepass.train.record import Line, draw
+from onepass.train.restarts import unmark
 from onepass.train.run_lock import locked
 from onepass.train.samples import TextSample
 from onepass.train.table import Variant, compare, each_off, table, table_of_fusions
 from onepass.train.threads import CpuThreads
+from onepass.train.watch import watched
 
+T = TypeVar("T")
+_LONGEST_TIMEOUT = 1e6  # minutes
 _NEEDED = {name: name for name in ("numpy", "safetensors", "tokenizers", "matplotlib", "tensorboard")} | {"yaml": "PyYAML"}
 
 _INVARIANT = "A token's bits depend on no other sequence (batch_invariant). "
@@ -52,6 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset(parser)
     parser.add_argument("--run-dir", dest="folder", type=Path, metavar="DIR", help="folder of this run (runs/<time>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with this run, or from this checkpoint of it")
+    parser.add_argument(
+        "--resume-if-exists",
+        action="store_true",
+        help="go on with the run in --run-dir from its newest good checkpoint, or begin one: for commands that are started again",
+    )
+    parser.add_argument(
+        "--distributed-timeout-minutes",
+        type=float,
+        default=10.0,
+        metavar="FLOAT",
+        help="how long ranks wait for one another before the run ends (10.0)",
+    )
     parser.add_argument("--compare", action="store_true", help="train by PyTorch's operators too, and draw both curves")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="a GPU if there is one")
     for title, all_flags in (("model", Config.flags()), ("training", Options.flags())):
@@ -79,15 +106,46 @@ def _run(args: argparse.Namespace) -> int:
     device = device_of_this_rank() if args.device != "cpu" else torch.device("cpu")
     if args.device == "cuda" and device.type != "cuda":
         raise CommandError("--device cuda, but there is no GPU that PyTorch sees")
-    resume = None if args.resume is None else checkpoint.find(args.resume)
-    config, options = _settings(args, device, resume)
-    _check(config, options, device)
-    if resume is not None:
-        checkpoint.check(resume, config)
-    _settle(options)
-    others = {"run_dir": args.folder and str(args.folder), "resume": args.resume and str(args.resume), "compare": args.compare}
-    with started(config, options, device, others) as layout:
-        return _train(args, config, options, layout, resume)
+    timeout = timedelta(minutes=_timeout(args))
+    with started(device, timeout) as layout, watched(layout, timeout) as watch:
+        given = ("resume", "compare", "resume_if_exists", "distributed_timeout_minutes")
+        check_agreement({"run_dir": args.folder, **{name: getattr(args, name) for name in given}}, layout)
+        begin = find_beginning(args, layout)
+        written = _written(args, begin.resume, layout)
+        config, options = _agreed(layout, lambda: merge_settings(args.preset, written, vars(args), device.type == "cuda"))
+        _agreed(layout, lambda: _check(config, options, device))
+        if begin.resume is not None:
+            begin.check(config, layout)
+        _settle(options)
+        layout = divided(layout, config, options, timeout)
+        if watch is not None:
+            watch.add(layout)
+        return _train(args, config, options, layout, begin)
+
+
+def _timeout(args: argparse.Namespace) -> float:
+    minutes = float(args.distributed_timeout_minutes)
+    if not 0 < minutes <= _LONGEST_TIMEOUT:
+        raise CommandError(f"--distributed-timeout-minutes must be above 0 and at most {_LONGEST_TIMEOUT}, but is {minutes}")
+    return minutes
+
+
+def _agreed(layout: ParallelLayout, act: Callable[[], T]) -> T:
+    """Call act on all ranks and return this rank's result. An error that not all ranks have says whose it is."""
+    results: list[T] = []
+
+    def attempt() -> tuple[str | None, int]:
+        try:
+            results.append(act())
+        except CommandError as error:
+            return str(error), error.status
+        return None, 0
+
+    found = layout.on_all(attempt)
+    for rank, (failure, status) in enumerate(found):
+        if failure is not None:
+            raise CommandError(failure if found.count(found[0]) == len(found) else f"{layout.place(rank)}: {failure}", status)
+    return results[0]
 
 
 def _check_packages() -> None:
@@ -101,14 +159,26 @@ def _check_packages() -> None:
 # ---- settings ----
 
 
-def _settings(args: argparse.Namespace, device: torch.device, resume: Path | None) -> tuple[Config, Options]:
-    """Merge settings. The file of a resumed run is its own config.yaml, unless --config is given."""
-    written = args.config if args.config or resume is None else checkpoint.run_of(resume) / "config.yaml"
-    values = None
-    if written is not None:
-        values = read_file(written, pipe=args.config is not None and ranks_there() == 1)
-        values = values if resume is None else checkpoint.renamed(resume, values)
-    return merge_settings(args.preset, values, vars(args), device.type == "cuda")
+def _written(args: argparse.Namespace, resume: Path | None, layout: ParallelLayout) -> dict[str, Any] | None:
+    """Read the settings of --config. Without it those of --resume are its config.yaml, which not every node may have."""
+
+    def read() -> dict[str, Any] | None:
+        own = args.config is None
+        if own and args.resume is None:
+            return None
+        path = checkpoint.run_of(resume) / "config.yaml" if own and resume is not None else args.config
+        if own and layout.nodes > 1 and not path.exists():
+            return None
+        values = read_file(path, pipe=not own and layout.ranks == 1)
+        return values if resume is None or not (resume / checkpoint.INDEX).exists() else checkpoint.renamed(resume, values)
+
+    mine = _agreed(layout, read)
+    if args.config is not None or args.resume is None:
+        return mine
+    values = next((values for values in layout.on_all(lambda: mine) if values is not None), None)
+    if values is None:
+        raise CommandError(f"--resume {args.resume} must have its run's config.yaml on a node, but has none: give --config")
+    return values
 
 
 def _check(config: Config, options: Options, device: torch.device) -> None:
@@ -223,25 +293,28 @@ def _settle(options: Options) -> None:
 # ---- the run ----
 
 
-def _train(args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, resume: Path | None) -> int:
+def _train(args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, begin: Beginning) -> int:
     console = Console(
         highlight=False, markup=False, emoji=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118
     )  # fmt: skip
-    folder = layout.on_first(lambda: _folder(args.folder, resume))
-    with locked(folder, layout, partial(console.print, soft_wrap=True)):
-        return _trained(args, config, options, layout, resume, folder, console)
+    layout = replace(layout, disks=find_disks(begin.folder, layout))
+    with locked(begin.folder, layout, partial(console.print, soft_wrap=True)):
+        return _trained(args, config, options, layout, begin, console)
 
 
 def _trained(
-    args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, resume: Path | None, folder: Path,
-    console: Console,
+    args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, begin: Beginning, console: Console
 ) -> int:  # fmt: skip
-    layout.on_first(lambda: _check_folder(folder, resume))
+    folder = begin.folder
+    layout.on_each_disk(begin.check_folder)
+    begin.mark(layout)
+    for said in begin.said:
+        console.print(said, soft_wrap=True)
     console.print(_introduction(config, options, layout, folder), soft_wrap=True)
     threads = CpuThreads(partial(console.print, soft_wrap=True)) if layout.device.type == "cpu" else None
     if threads is not None:
         threads.choose()
-    run = TrainRun(config, options, layout, folder, console, resume=resume, threads=threads)
+    run = TrainRun(config, options, layout, folder, console, resume=begin.resume, verified=begin.verified, threads=threads)
     lines = run.train()
     curves = {"onepass": lines}
     if not run.stopped:
@@ -264,6 +337,7 @@ def _trained(
                     runs = list(each_off(_variant(run)))
                 console.print("", table_of_fusions(runs), sep="\n")
     _say_where(folder, lines, curves, console, layout)
+    unmark(folder, layout)
     return 130 if run.signal == signal.SIGINT else 0
 
 
@@ -281,17 +355,6 @@ def _held_out(lines: list[Line]) -> str:
     return f"; on held-out text it is {losses[-1]:.3f}" if losses else ""
 
 
-def _folder(named: Path | None, resume: Path | None) -> Path:
-    """Return the run's folder. Its name may be the current time."""
-    return named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
-
-
-def _check_folder(folder: Path, resume: Path | None) -> None:
-    if resume is None and (folder / "log.csv").exists():
-        raise CommandError(f"--run-dir {folder} has a run already: --resume {folder} goes on with it")
-    check_links(folder)
-
-
 def _introduction(config: Config, options: Options, layout: ParallelLayout, folder: Path) -> str:
     on_gpu = layout.device.type == "cuda"
     device = torch.cuda.get_device_name(layout.device) if on_gpu else f"a CPU with {counted(torch.get_num_threads(), 'thread')}"
@@ -304,7 +367,7 @@ def _introduction(config: Config, options: Options, layout: ParallelLayout, fold
     return (
         f"A GPT of {config.parameters_count() / 1e6:,.1f}M parameters in {config.params_dtype} trains for "
         f"{counted(options.train_iters, 'step')} of {size} x {options.seq_length} tokens, on {device}{ranks}. "
-        f"{precision}{norms}{bits}Its files are in {folder}."
+        f"{precision}{norms}{bits}{describe_disks(layout)}Its files are in {folder}."
     )
 
 
@@ -318,7 +381,7 @@ def _show_samples(samples: list[TextSample], console: Console) -> None:
 def _plain(run: TrainRun, folder: Path, console: Console) -> TrainRun:
     """Return the same run with PyTorch operators, in the subfolder `reference`."""
     other = folder / "reference"
-    run.layout.on_first(lambda: other.mkdir(exist_ok=True))
+    run.layout.on_each_disk(lambda: other.mkdir(exist_ok=True))
     console.print("\nThe same run with PyTorch's operators:")
     return TrainRun(
         run.config, run.options, run.layout, other, console, tokens=folder / "tokens", plain=True, threads=run.threads

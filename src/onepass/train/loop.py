@@ -61,6 +61,7 @@ class TrainRun:
         tokens: the folder of tokenised text, which several runs may share; by default in `folder`.
         plain: train with PyTorch operators, as in `onepass.train.setup.make`.
         resume: a checkpoint to continue from.
+        verified: its files have been compared with their checksums already.
         threads: adjusts the number of CPU threads during the run.
 
     Attributes:
@@ -71,10 +72,10 @@ class TrainRun:
     def __init__(
         self, config: Config, options: Options, layout: ParallelLayout, folder: Path, console: Console, *,
         tokens: Path | None = None, plain: bool = False, resume: Path | None = None,
-        threads: CpuThreads | None = None,
+        verified: bool = False, threads: CpuThreads | None = None,
     ) -> None:  # fmt: skip
         self.config, self.options, self.layout, self.folder, self.console = config, options, layout, folder, console
-        self.plain, self.resume, self.threads = plain, resume, threads
+        self.plain, self.resume, self.verified, self.threads = plain, resume, verified, threads
         self.size = stages.sequences(config, options, layout.data.size)
         self._tokens = tokens or folder / "tokens"
         self.stopped = self._stepping = False
@@ -93,7 +94,7 @@ class TrainRun:
         frozen = options.lora_rank is not None
         flops = self.config.flops_per_token(options.seq_length, frozen=frozen)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
-            before = layout.on_first(lambda: [] if self.resume is None else read_log(self.folder / "log.csv"))
+            before = [] if self.resume is None else self._before(self.resume)
             self.tokens = self._text()
             if isinstance(batches := self.batches(), PackedBatches):
                 self.live.say(batches.summary())
@@ -102,7 +103,7 @@ class TrainRun:
             planned = None if self.plain else memory_of_run(self.config, options, layout)
             if planned is not None:
                 self.live.say(describe_memory(planned, self.config.num_layers))
-            verify = options.verify_checksums
+            verify = options.verify_checksums and not self.verified
             first = 0 if self.resume is None else checkpoint.load(self.resume, self.trained, self.config, layout, verify=verify)
             self._saturation = Saturation(self.trained.model, self.config, layout, self.size * options.seq_length)
             self._saturation.start()
@@ -110,6 +111,8 @@ class TrainRun:
                 self.live.say(scales)
             try:
                 layout.on_first(lambda: self._write_first_files(before, first))
+                if layout.disks and not self.plain:  # a resume may begin on any node
+                    layout.on_each_disk(self._write_settings)
                 self._stepping = True
                 with self.options.invariance(self.plain):
                     self._steps(first)
@@ -127,27 +130,35 @@ class TrainRun:
         del self.trained
 
     def _text(self) -> text.Tokens:
-        """Tokenise the text on the first rank, and load it on all ranks."""
+        """Tokenise the text on each disk, by its first rank, and load it on all ranks."""
 
-        def prepare() -> None:
+        def prepare() -> Any:
             options, keep = self.options, self.plain or self.resume is not None
             given = None if options.load_hf is None else text.folder_tokenizer(Path(options.load_hf), self.config.vocab_size)
-            text.prepare(
+            return text.prepare(
                 self._tokens, options.data, self.config.vocab_size, options.seq_length, self.live.told,
                 keep=keep, verify=options.verify_checksums, given=given,
-            )  # fmt: skip
+            ).sums()  # fmt: skip
 
-        self.layout.on_first(prepare)
+        text.check_same(self.layout.on_each_disk(prepare), self.layout)
         tokens = text.load(self._tokens, self.config.vocab_size)
         if self.resume is not None:
             checkpoint.check_vocabulary(self.resume, tokens.vocabulary)
         return tokens
 
+    def _before(self, resume: Path) -> list[Line]:
+        """Return what an earlier run logged, whose first rank may have been on any node. Share the checkpoint's index."""
+        checkpoint.share_index(resume, self.layout)
+        return max(self.layout.on_each_disk(lambda: read_log(self.folder / "log.csv")), key=len)
+
     def _write_first_files(self, before: list[Line], first: int) -> None:
         """Write log.csv, and then config.yaml: of two files on a full disk, a run needs its settings as they were."""
         self.record = Record(self.folder, before, first, saturations=has_delayed_scales(self.config) and not self.plain)
         if not self.plain:
-            write_atomically(self.folder / "config.yaml", written_yaml({**self.config.to_dict(), **self.options.to_dict()}))
+            self._write_settings()
+
+    def _write_settings(self) -> None:
+        write_atomically(self.folder / "config.yaml", written_yaml({**self.config.to_dict(), **self.options.to_dict()}))
 
     def batches(self, what: str = "train") -> Batches:
         options, data = self.options, self.layout.data

@@ -22,12 +22,12 @@ _TRIES = 100  # each takes an owner that ends between two system calls of ours
 def locked(folder: Path, layout: ParallelLayout, say: Callable[[str], None]) -> Iterator[None]:
     """Have a run's folder for these ranks alone until the block ends. Raise CommandError if another process has it.
 
-    The first rank locks a file there, `.lock`, which names its process. The system unlocks it when the process ends, however it
-    does, so what a killed one leaves is harmless. A filesystem without locks is said, and not an error.
+    The first rank of each disk locks a file there, `.lock`, which names its process. The system unlocks it when the process
+    ends, however it does, so what a killed one leaves is harmless. A filesystem without locks is said, and not an error.
     """
     lock = _Lock(folder)
     try:
-        if said := layout.on_first(lock.acquire):
+        for said in filter(None, layout.on_each_disk(lock.acquire)):
             say(said)
         yield
     finally:

@@ -24,6 +24,7 @@ from onepass.runtime.errors import CommandError
 from onepass.runtime.regular_file import open_regular, read_regular
 from onepass.train.checksums import BlockSums, block_sums, change
 from onepass.train.files import write_atomically
+from onepass.train.layout import ParallelLayout
 
 END = "<|endoftext|>"  # between documents
 SMALLEST = 257  # vocabulary: the bytes and END
@@ -46,6 +47,11 @@ class Tokens:
     tokenizer: Any
     vocab_size: int
     end: int  # the id of the token between documents
+
+    def sums(self) -> list[Any]:
+        """Return the sizes and checksums of the files. Tokens of versions of onepass before checksums have none."""
+        record = _read_record(self.folder, keep=True)
+        return [] if record is None else [list(record.written[name]) for name in _WRITTEN if name in record.written]
 
     @functools.cached_property
     def vocabulary(self) -> str:
@@ -183,6 +189,17 @@ def prepare(
     if verify:
         _check_range(tokens, min(vocab_size, tokens.vocab_size))
     return tokens
+
+
+def check_same(sums: Sequence[list[Any]], layout: ParallelLayout) -> None:
+    """Raise CommandError if disks have different tokens. `sums`: each disk's `Tokens.sums`."""
+    for at, own in enumerate(sums):
+        if own != sums[0]:
+            first, other = (layout.place(layout.disks[disk][0]) for disk in (0, at))
+            raise CommandError(
+                f"the tokens must be the same on all nodes' disks, but those of {other} differ from those of {first}: the files "
+                "of --data must be the same there, and without --data the versions of Python"
+            )
 
 
 def load(folder: Path, vocab_size: int) -> Tokens:

@@ -45,7 +45,7 @@ def find(path: Path) -> Path:
         raise CommandError(f"{wanted}, but is half a checkpoint: writing or removing it was cut short")
     if (path / INDEX).exists():
         return path
-    there = _named(path / "checkpoints")
+    there = named(path / "checkpoints")
     if not there:
         raise CommandError(f"{wanted}, but has no checkpoint in it")
     readable = list(saved(path / "checkpoints"))
@@ -59,6 +59,11 @@ def _age(checkpoint: Path) -> tuple[int, int]:
     """Return the step and the time of writing. A checkpoint without its number is the newest only if both are the largest."""
     times = [path.lstat().st_mtime_ns for path in checkpoint.iterdir()]
     return int(checkpoint.name.removesuffix(_REPLACED).removeprefix("step-")), max(times, default=0)
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder of the run that --resume names, itself or by one of its checkpoints, which may be gone."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -149,7 +154,7 @@ def advice(damaged: Path) -> str:
 # ---- complete and interrupted checkpoints ----
 
 
-def _named(folder: Path) -> list[Path]:
+def named(folder: Path) -> list[Path]:
     """Return the checkpoints that are complete by their names."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     checkpoints = []
@@ -171,10 +176,15 @@ def _number(checkpoint: Path) -> int:
 def saved(folder: Path) -> dict[Path, int]:
     """Return complete checkpoints with their numbers, oldest first. Those with a damaged index are left out."""
     numbers = {}
-    for checkpoint in _named(folder):
+    for checkpoint in named(folder):
         with suppress(CommandError):
             numbers[checkpoint] = _number(checkpoint)
     return dict(sorted(numbers.items(), key=lambda each: each[1]))
+
+
+def newest_number(folder: Path) -> int:
+    """Return the largest number of a folder's checkpoints, or 0."""
+    return max(saved(folder).values(), default=0)
 
 
 def begin(folder: Path, step: int) -> Path:

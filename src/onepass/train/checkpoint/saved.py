@@ -6,16 +6,14 @@ import errno
 import math
 import shutil
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from onepass.gpt import Config
 from onepass.runtime.errors import CommandError
-from onepass.train.checkpoint import folders, parts, scales
+from onepass.train.checkpoint import folders, nodes, parts, scales
 from onepass.train.checkpoint.compatibility import (
     check_compatible,
     check_recipe,
@@ -23,6 +21,7 @@ from onepass.train.checkpoint.compatibility import (
     facts_of,
     scales_there,
 )
+from onepass.train.files import write_atomically
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.updates import MainGradUpdate
@@ -30,7 +29,6 @@ from onepass.train.updates import MainGradUpdate
 if TYPE_CHECKING:
     from onepass.train.setup import Trained
 
-T = TypeVar("T")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BYTES_A_PARAMETER = 12  # the weight and two moments
 
@@ -47,26 +45,32 @@ def save(
     from onepass.train.checkpoint import storage  # slow to import
 
     try:
-        facts, part = layout.on_first(lambda: _begin(folder, step, trained, config, options, vocabulary))
+        number = 1 + max(layout.on_each_disk(lambda: folders.newest_number(folder)))
+        facts = layout.on_first(lambda: _facts(step, number, trained, config, options, vocabulary))
+        facts |= {"nodes": {storage.file_of_rank(rank): host for rank, host in enumerate(layout.hosts)}} if layout.disks else {}
+        part = folder / layout.on_each_disk(lambda: folders.begin(folder, step).name)[0]
         of_scales = [*scales.scale_chunks(trained.model)]
         with parts.chunks(trained.model, trained.update, layout) as chunks:
             own = [chunk for chunk in [*chunks, *of_scales] if not chunk.alike or layout.tensor.rank == 0]
             storage.write(part, own, facts, layout.rank, layout.ranks == 1)
-        layout.on_first(lambda: _finish(part, options.keep_checkpoints))
+        if layout.disks:
+            index = layout.on_first(lambda: (part / folders.INDEX).read_bytes())
+            layout.on_each_disk(lambda: write_atomically(part / folders.INDEX, index))
+        layout.on_each_disk(lambda: folders.finish(part))
+        layout.on_each_disk(lambda: folders.keep(folder, options.keep_checkpoints))  # older ones stay until all have this one
     except OSError as error:
-        if layout.first:
+        if layout.rank == layout.sharers[0]:
             shutil.rmtree(folder / f"step-{step:08}.part", ignore_errors=True)
         raise CommandError(_unwritten(folder, step, trained, config, error)) from None
 
 
-def _begin(
-    folder: Path, step: int, trained: Trained, config: Config, options: Options, vocabulary: str | None
-) -> tuple[dict[str, Any], Path]:
-    part = folders.begin(folder, step)
-    facts = {
+def _facts(
+    step: int, number: int, trained: Trained, config: Config, options: Options, vocabulary: str | None
+) -> dict[str, Any]:  # fmt: skip
+    return {
         "format": folders.FORMAT,
         "step": step,
-        "number": max(folders.saved(folder).values(), default=0) + 1,
+        "number": number,
         "id": uuid.uuid4().hex,
         "vocabulary": vocabulary,
         "model": facts_of(config),
@@ -75,7 +79,6 @@ def _begin(
         "lora": trained.adapters,
         "last_norm": _last_norm(trained),
     }
-    return facts, part
 
 
 def _last_norm(trained: Trained) -> float | None:
@@ -83,11 +86,6 @@ def _last_norm(trained: Trained) -> float | None:
     steps = trained.update.optimizer.backward_steps if isinstance(trained.update, MainGradUpdate) else None
     norm = None if steps is None or steps.last.norm is None else float(steps.last.norm)
     return norm if norm is not None and math.isfinite(norm) else None  # by another nothing is clipped
-
-
-def _finish(part: Path, most: int) -> None:
-    checkpoint = folders.finish(part)
-    folders.keep(checkpoint.parent, most)
 
 
 def _unwritten(folder: Path, step: int, trained: Trained, config: Config, error: OSError) -> str:
@@ -146,14 +144,17 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
     """
     from onepass.train.checkpoint import storage
 
-    index = _on_all(layout, lambda: check(path, config))
+    index = layout.agree(lambda: check(path, config))
     check_same_adapters(path, index.get("lora"), trained.adapters)
     try:
-        if verify:
-            _on_all(layout, lambda: folders.verify(path, index, layout.rank, layout.ranks))
         loaded = scales.LoadedScales(trained.model, index["tensors"])
         with parts.chunks(trained.model, trained.update, layout, write=True) as chunks:
-            storage.read(path, [*chunks, *loaded.chunks], index, layout.ranks == 1)
+            own = [*chunks, *loaded.chunks]
+            if layout.nodes > 1:
+                nodes.fetch(path, layout.agree(lambda: storage.files_needed(path, own, index)), index, layout)
+            if verify:
+                nodes.verify_on_nodes(path, index, layout)
+            storage.read(path, own, index, layout.ranks == 1)
     except (OSError, folders.Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error
         better = layout.on_first(lambda: folders.advice(path))
@@ -166,24 +167,3 @@ def load(path: Path, trained: Trained, config: Config, layout: ParallelLayout, *
             steps.last.norm = torch.tensor(index["last_norm"], device=layout.device)
     loaded.put()
     return step
-
-
-# ---- collective calls ----
-
-
-def _on_all(layout: ParallelLayout, act: Callable[[], T]) -> T:
-    """Call act on all ranks and return this rank's result. If it raises on any rank, raise on all."""
-    done: Any = None
-    failed: Exception | None = None
-    try:
-        done = act()
-    except Exception as error:
-        failed = error
-    failures: list[Any] = [failed]
-    if layout.ranks > 1:
-        failures = [None] * layout.ranks
-        dist.all_gather_object(failures, failed)
-    for failure in failures:
-        if failure is not None:
-            raise failure
-    return done  # type: ignore[no-any-return]

@@ -65,6 +65,17 @@ def read(folder: Path, chunks: Iterable[Chunk], index: Mapping[str, Any], alone:
         load({}, storage_reader=_Reader(folder, index), planner=_LoadPlanner(chunks), no_dist=alone)
 
 
+def files_needed(folder: Path, chunks: Iterable[Chunk], index: Mapping[str, Any]) -> set[str]:
+    """Return the files that have parts of the chunks."""
+    reader = _Reader(folder, index)
+    items = (item for chunk in chunks for item in _read_items(chunk, reader.read_metadata()))
+    return {reader.places[item.storage_index].file for item in items}
+
+
+def file_of_rank(rank: int) -> str:
+    return f"{rank}.safetensors"
+
+
 @contextmanager
 def _whats_wrong() -> Iterator[None]:
     """Raise the first failed rank's OSError or Damaged in place of DCP's exception, which collects those of all ranks."""
@@ -174,7 +185,7 @@ class _Writer(_NothingToPrepare, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         if plan.items:
-            name, sums = f"{self.rank}.safetensors", BlockSums()
+            name, sums = file_of_rank(self.rank), BlockSums()
             with (self.folder / name).open("wb", buffering=0) as file, ThreadPoolExecutor(1) as summing:
                 _write_summed(file, memoryview(_header(plan.items, self.facts["id"])), sums, summing)
                 for item in plan.items:
@@ -246,7 +257,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 class _Reader(_NothingToPrepare, StorageReader):
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
         self.folder, self.index = folder, index
-        self._places: dict[MetadataIndex, _Place] = {}
+        self.places: dict[MetadataIndex, _Place] = {}
         try:
             self._metadata = Metadata({name: self._tensor(name, **said) for name, said in index["tensors"].items()})
         except (TypeError, ValueError) as error:
@@ -258,7 +269,7 @@ class _Reader(_NothingToPrepare, StorageReader):
             inside = all(0 <= o <= o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
             if not inside or type(file) is not str or type(start) is not int or not 0 <= start < 1 << 62:
                 raise ValueError(f"{name} has a part {[offsets, sizes, file, start]!r:.100}")
-            self._places[MetadataIndex(name, offsets)] = _Place(file, start, tuple(sizes))
+            self.places[MetadataIndex(name, offsets)] = _Place(file, start, tuple(sizes))
             stored.append(_stored(offsets, sizes))
         if shape and not _are_apart(stored):
             raise ValueError(f"{name} has parts that overlap")
@@ -269,12 +280,12 @@ class _Reader(_NothingToPrepare, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
-        for item in sorted(plan.items, key=lambda item: self._places[item.storage_index].start):
-            by_file.setdefault(self._places[item.storage_index].file, []).append(item)
+        for item in sorted(plan.items, key=lambda item: self.places[item.storage_index].start):
+            by_file.setdefault(self.places[item.storage_index].file, []).append(item)
         for name, items in by_file.items():
             with self._opened(name) as file:
                 for item in items:
-                    planner.resolve_tensor(item).copy_(_read(file, self._places[item.storage_index], item))
+                    planner.resolve_tensor(item).copy_(_read(file, self.places[item.storage_index], item))
         return _done(None)
 
     @contextmanager
