@@ -10,14 +10,17 @@
     lora_fsdp     the same under FSDP2
     moe           4 layers of Qwen3 30B-A3B under FSDP2, moments in fp32
 
+--way says how they run together, several words with commas between: `plain` FSDP2; `keep`, weights stay gathered from forward to
+backward; `gather` and `copies`, by copy engines (`use_copy_engines`) gathers alone, and reductions too; `ctas4` and such, so many
+blocks of NCCL's at most; `fp32`, reduced in fp32. Under DDP `bucket` reduces all adapters at once.
+
 Weights are random and `huggingface.apply` has replaced what it knows. Losses of one batch differ in eight bits, as each rank has
-its own scales of activations. First each rank runs the cases alone, without wrapping the
-model and without a process group, all at the same time. Then they run together, each with as many tokens as before. Scaling
-is the tokens a second of both together over the sum of those of each alone. Gradients are clipped.
+its own scales of activations. First each rank runs a case alone, without wrapping the
+model, both at the same time. Then they run it together, each with as many tokens as before. Scaling is the tokens a second of
+both together over the sum of those of each alone. Gradients are clipped. Alone weights are stepped after backward in all cases.
 
 FSDP2 shards each layer, the embedding, and the final norm with the head. Gradients are reduced in the weights' type, which for
-two ranks is rounded once, as reduced in fp32 and then stored (`--reduce fp32`). `--keep` leaves weights gathered from forward to
-backward. CPU milliseconds are those until a step's calls have returned.
+two ranks is rounded once, as reduced in fp32 and then stored. CPU milliseconds are those until a step's calls have returned.
 
 --profile traces one step more: the milliseconds of kinds of kernels, of NCCL's kernels by themselves, and without any kernel.
 """
@@ -39,11 +42,11 @@ import torch
 import torch.distributed as dist
 from measuring import kernels, step_ms, write
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from onepass.integrations import huggingface
-from onepass.parallel import ShardedAdamW, StepInBackward
+from onepass.parallel import ShardedAdamW, StepInBackward, use_copy_engines
 
 LLAMA = {
     "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -64,6 +67,7 @@ KINDS = {
     "products": r"gemm|nvjet|cutlass|cublas|splitK|grouped",
     "FSDP2's copies": r"split_with_sizes|chunk_cat|CatArray|cat_batched|Memcpy|Memset|copy_kernel|direct_copy",
 }
+RANGES = r"nccl:|FSDP::|Optimizer\.|DistributedDataParallel"  # of the profiler, which has them beside kernels
 NORM = 1.0
 
 
@@ -78,8 +82,6 @@ class Case:
     rank: int = 0  # of adapters beside frozen weights
     moments: str | None = "8bit"
     in_backward: bool = False
-    reduce: torch.dtype | None = None
-    keep: bool = False
 
     @property
     def tokens(self) -> int:
@@ -114,27 +116,37 @@ def new_model(case: Case, device: torch.device) -> Any:
     return model
 
 
-def shard(model: Any, case: Case, device: torch.device) -> None:
+def shard(model: Any, case: Case, device: torch.device, way: list[str]) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=case.reduce)}
+    ctas = next((int(word[4:]) for word in way if word.startswith("ctas")), None)
+    if ctas is not None:
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = ctas
+        mesh = DeviceMesh.from_group(dist.new_group(pg_options=options), device.type)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if "fp32" in way else None)
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     whole = model.get_base_model() if case.rank else model
     for layer in whole.model.layers:
-        fully_shard(layer, **options, reshard_after_forward=not case.keep)
-    fully_shard(whole.model.embed_tokens, **options, reshard_after_forward=False)  # backward doesn't read it
-    fully_shard([whole.model.norm, whole.lm_head], **options, reshard_after_forward=False)  # backward begins with them
-    fully_shard(whole, **options)
+        fully_shard(layer, **shared, reshard_after_forward="keep" not in way)
+    fully_shard(whole.model.embed_tokens, **shared, reshard_after_forward=False)  # backward doesn't read it
+    fully_shard([whole.model.norm, whole.lm_head], **shared, reshard_after_forward=False)  # backward begins with them
+    fully_shard(whole, **shared)
+    if "copies" in way or "gather" in way:
+        use_copy_engines(whole, reduce="copies" in way)
 
 
-def build(case: Case, device: torch.device) -> tuple[Callable[..., Any], ShardedAdamW]:
+def build(case: Case, device: torch.device, way: list[str] | None) -> tuple[Callable[..., Any], ShardedAdamW]:
+    """way: None alone."""
     model = new_model(case, device)
     applied = huggingface.apply(model, precision=case.precision, frozen_layouts=2 if case.precision and case.rank else None)
     called: Any = model
-    if dist.is_initialized() and case.wrapped == "fsdp":
-        shard(model, case, device)
-    elif dist.is_initialized():
+    if way is not None and case.wrapped == "fsdp":
+        shard(model, case, device, way)
+    elif way is not None:
         ids = None if device.type == "cpu" else [device.index]
-        called = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    early = StepInBackward(max_norm=NORM) if case.in_backward else False
+        whole = {"bucket_cap_mb": 4096} if "bucket" in way else {}
+        called = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **whole)
+    early = StepInBackward(max_norm=NORM) if case.in_backward and way is not None else False
     optimizer: Any = applied.optimizer(lr=1e-5, moments=case.moments, masters=not case.rank, in_backward=early)
     return called, optimizer
 
@@ -150,14 +162,14 @@ def step(called: Callable[..., Any], optimizer: ShardedAdamW, ids: Tensor, clip:
 # ---- measurements ----
 
 
-def measure(case: Case, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    rank, ranks = int(os.environ.get("RANK", 0)), dist.get_world_size() if dist.is_initialized() else 1
-    called, optimizer = build(case, device)
+def measure(case: Case, device: torch.device, args: argparse.Namespace, way: list[str] | None) -> dict[str, Any]:
+    rank, ranks = int(os.environ.get("RANK", 0)), 1 if way is None else dist.get_world_size()
+    called, optimizer = build(case, device, way)
     generator = torch.Generator().manual_seed(1 + rank)
     ids = torch.randint(case.sizes["vocab_size"], (case.sequences, case.length), generator=generator).to(device)
 
     def once() -> Tensor:
-        return step(called, optimizer, ids, not case.in_backward)
+        return step(called, optimizer, ids, way is None or not case.in_backward)
 
     losses = torch.stack([once() for _ in range(args.warm)])
     if device.type == "cuda":
@@ -183,6 +195,7 @@ def measure(case: Case, device: torch.device, args: argparse.Namespace) -> dict[
 def summary(traced: list[tuple[str, tuple[float, float]]]) -> dict[str, Any]:
     """Return a step's milliseconds: of kinds of kernels, of NCCL's alone, and without kernels, between the first and the last."""
     kinds: dict[str, float] = defaultdict(float)
+    traced = [each for each in traced if not re.match(RANGES, each[0])]
     for name, (start, end) in traced:
         kinds[next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "rest")] += end - start
     edges = []
@@ -202,25 +215,27 @@ def summary(traced: list[tuple[str, tuple[float, float]]]) -> dict[str, Any]:
     return {"kinds": dict(kinds), "nccl_alone": alone, "idle": idle, "top": [[name[:110], ms] for name, ms in top]}
 
 
-def show(name: str, way: str, found: dict[str, Any], more: str = "") -> None:
+def show(rank: int, name: str, way: str, found: dict[str, Any], more: str = "") -> None:
+    if rank:
+        return
     if "error" in found:
-        print(f"{name:12} {way:9} {found['error']}", flush=True)
+        print(f"{name:12} {way:12} {found['error']}", flush=True)
         return
     times = f"{found['ms']:8.1f} ms  CPU {found['cpu_ms']:7.1f}  {found['tokens_s']:10,.0f} tokens/s"
     losses = f"loss {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}"
-    print(f"{name:12} {way:9} {times}  {found['peak_gib']:6.1f} GiB  {losses}  {more}", flush=True)
+    print(f"{name:12} {way:12} {times}  {found['peak_gib']:6.1f} GiB  {losses}  {more}", flush=True)
     if "profile" in found:
         told = found["profile"]
         kinds = ", ".join(f"{kind} {ms:.1f}" for kind, ms in told["kinds"].items())
         print(f"    {kinds} ms; NCCL alone {told['nccl_alone']:.1f}, no kernel {told['idle']:.1f}", flush=True)
 
 
-def tried(case: Case, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure a case. A case that doesn't fit has its error as the result."""
+def tried(case: Case, device: torch.device, args: argparse.Namespace, way: list[str] | None) -> dict[str, Any]:
+    """Measure a case. What fails on all ranks, as a case that doesn't fit, has its error as the result."""
     try:
-        found = measure(case, device, args)
+        found = measure(case, device, args, way)
         found["tokens_s"] = case.tokens / found["ms"] * 1e3
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, ValueError) as error:
         found = {"error": str(error).splitlines()[0]}
     gc.collect()
     if device.type == "cuda":
@@ -228,15 +243,22 @@ def tried(case: Case, device: torch.device, args: argparse.Namespace) -> dict[st
     return found
 
 
+def of_all(found: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    everywhere: list[Any] = [found]
+    if ranks > 1:
+        everywhere = [None] * ranks
+        dist.all_gather_object(everywhere, found)
+    return everywhere
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", action="append", choices=CASES, help="only this one (can be repeated)")
+    parser.add_argument("--way", action="append", help="how ranks run together (can be repeated; keep)")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--sequences", type=int, help="sequences a rank")
     parser.add_argument("--length", type=int)
-    parser.add_argument("--reduce", choices=("weights", "fp32"), default="weights", help="the type that FSDP2 reduces in")
     parser.add_argument("--together", action="store_true", help="leave out the ranks by themselves")
-    parser.add_argument("--keep", action="store_true", help="leave weights gathered between forward and backward")
     parser.add_argument("--warm", type=int, default=3, help="steps before those that are timed (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="steps of a round (%(default)s)")
@@ -248,36 +270,30 @@ def main() -> None:
     device = torch.device("cpu") if args.small else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if not args.small:
         torch.cuda.set_device(device)
-    chosen = {name: chosen_sizes(CASES[name], args) for name in args.case or CASES}
-    alone: dict[str, dict[str, Any]] = {}
-    for name, case in () if args.together else chosen.items():
-        alone[name] = tried(case, device, args)
-        show(name, f"alone, {rank}", alone[name])
-    rows: dict[str, dict[str, Any]] = {name: {"alone": [found]} for name, found in alone.items()}
-    facts = {"ranks": ranks, "reduce": args.reduce, "keep": args.keep}
-    sizes = {name: [case.sizes["num_hidden_layers"], case.sequences, case.length] for name, case in chosen.items()}
     if ranks > 1:
         dist.init_process_group("gloo" if args.small else "nccl", device_id=None if args.small else device)
-        of_all: list[Any] = [None] * ranks
-        dist.all_gather_object(of_all, alone)
-        for name, case in chosen.items():
-            of_ranks: list[Any] = [None] * ranks
-            dist.all_gather_object(of_ranks, tried(case, device, args))
-            found = max(of_ranks, key=lambda each: each.get("ms", float("inf")))
-            rows[name] = {"alone": [each[name] for each in of_all if each], "together": of_ranks}
-            more = ""
-            if alone and not any("error" in each for each in (*rows[name]["alone"], *of_ranks)):
-                speeds = [each["tokens_s"] for each in rows[name]["alone"]]
-                rows[name]["scaling"] = ranks * found["tokens_s"] / sum(speeds)
-                more = f"scaling {rows[name]['scaling']:.1%}"
-            if rank == 0:
-                show(name, "together", found, more)
-                if "error" not in found:
-                    print(f"    losses of one batch on the ranks: {found['losses_of_one_batch']}", flush=True)
-                write(args.json, device, op="two_gpus", **facts, sizes=sizes, rows=rows)
+    chosen = {name: chosen_sizes(CASES[name], args) for name in args.case or CASES}
+    sizes = {name: [case.sizes["num_hidden_layers"], case.sequences, case.length] for name, case in chosen.items()}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, case in chosen.items():
+        row = rows[name] = {"alone": [], "together": {}, "scaling": {}}
+        if not args.together:
+            row["alone"] = of_all(tried(case, device, args, None), ranks)
+            for place, found in enumerate(row["alone"]):
+                show(rank, name, f"alone, {place}", found)
+        for way in args.way or ["keep"] if ranks > 1 else []:
+            row["together"][way] = of_ranks = of_all(tried(case, device, args, way.split(",")), ranks)
+            found, more = max(of_ranks, key=lambda each: each.get("ms", float("inf"))), ""
+            if row["alone"] and not any("error" in each for each in (*row["alone"], *of_ranks)):
+                row["scaling"][way] = ranks * found["tokens_s"] / sum(each["tokens_s"] for each in row["alone"])
+                more = f"scaling {row['scaling'][way]:.1%}"
+            show(rank, name, way, found, more)
+            if "error" not in found and rank == 0:
+                print(f"    losses of one batch on the ranks: {found['losses_of_one_batch']}", flush=True)
+        if rank == 0:
+            write(args.json, device, op="two_gpus", ranks=ranks, sizes=sizes, rows=rows)
+    if ranks > 1:
         dist.destroy_process_group()
-    elif rank == 0:
-        write(args.json, device, op="two_gpus", **facts, sizes=sizes, rows=rows)
 
 
 def chosen_sizes(case: Case, args: argparse.Namespace) -> Case:
@@ -285,10 +301,7 @@ def chosen_sizes(case: Case, args: argparse.Namespace) -> Case:
     if args.layers is not None:
         sizes = sizes | {"num_hidden_layers": args.layers}
     sequences, length = (2, 32) if args.small else (case.sequences, case.length)
-    return replace(
-        case, sizes=sizes, sequences=args.sequences or sequences, length=args.length or length, keep=args.keep,
-        reduce=torch.float32 if args.reduce == "fp32" else None,
-    )  # fmt: skip
+    return replace(case, sizes=sizes, sequences=args.sequences or sequences, length=args.length or length)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def made(kind, optimizer=ShardedAdamW, reentrant=None, **options):
 
 
 def ids(step):
-    return torch.randint(0, 16, (2, 7), generator=torch.Generator().manual_seed(step))
+    drawn = torch.randint(0, 16, (2, 7), generator=torch.Generator("cpu").manual_seed(step), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def trained(model, optimizer, steps=range(4), microbatches=1):

@@ -52,7 +52,7 @@ class FSDPMainGrads:
     def __init__(self, model: nn.Module) -> None:
         self._held: dict[int, _Held] = {}  # by the id of FSDP2's record of a parameter
         self._groups: list[Any] = []
-        groups = list(_groups_of(model))
+        groups = list(groups_of(model))
         if not groups:
             raise ValueError("model must be sharded by fully_shard, but none of its modules is")
         self.reason = unsupported(groups)
@@ -168,7 +168,7 @@ def unsupported(groups: list[Any]) -> str | None:
     return None
 
 
-def _groups_of(model: nn.Module) -> Iterator[Any]:
+def groups_of(model: nn.Module) -> Iterator[Any]:
     """FSDP2's parameter groups, each once."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -26,7 +26,9 @@ def pack_gathers(weights: Sequence[Tensor]) -> bool:
     for group in _groups():
         of_weight = {id(getattr(each, "_unsharded_param", None)): each for each in group.fsdp_params}
         found = [of_weight.get(id(weight)) for weight in weights]
-        if None in found or unsupported([group]) is not None or not all(map(_can_be_packed, found)):
+        # one rank gathers nothing, and FSDP2 then allocates each parameter's memory by its own size
+        several = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+        if None in found or not several or unsupported([group]) is not None or not all(map(_can_be_packed, found)):
             continue
         if len({each._unsharded_param.dtype for each in found}) == 1:  # type: ignore[union-attr]
             _PackedGather(group, found)
@@ -52,22 +54,34 @@ def _can_be_packed(parameter: Any) -> bool:
     return plain and outputs[0].numel() == weight.numel() and not parameter._unsharded_inner_tensors
 
 
+def packed_with(parameter: Any) -> list[Any]:
+    """Return those of FSDP2's records of parameters that lie in one storage when this one is gathered now, or itself."""
+    packed = getattr(parameter, "packed_gather", None)
+    return packed.parameters if packed is not None and packed.takes_effect() else [parameter]
+
+
 class _PackedGather:
     """The storage of a group's parameters that are gathered one after another. It is there from a forward on in which no
     graph has what was gathered before."""
 
     def __init__(self, group: Any, parameters: list[Any]) -> None:
-        self._group, self._parameters = group, parameters
+        self._group, self.parameters = group, parameters
         self._whole: Tensor | None = None
         for parameter in parameters:
+            parameter.packed_gather = self
             self._hook(parameter)
+
+    def takes_effect(self) -> bool:
+        """Whether the storage is there, or will be when what is gathered now comes."""
+        starts = self._group._training_state.name == "FORWARD" and not self._group._post_forward_indices
+        return self._whole is not None or starts
 
     def _hook(self, parameter: Any) -> None:
         make, allocate = parameter.init_all_gather_outputs, parameter.alloc_all_gather_outputs
 
         def init_all_gather_outputs(*args: Any, **options: Any) -> None:
             make(*args, **options)
-            if self._whole is None and self._group._training_state.name == "FORWARD" and not self._group._post_forward_indices:
+            if self._whole is None and self.takes_effect():
                 self._lay()
 
         def alloc_all_gather_outputs() -> None:
@@ -83,11 +97,11 @@ class _PackedGather:
     @torch.no_grad()
     def _lay(self) -> None:
         """Give the parameters their parts of one storage. What they had is freed already."""
-        weights = [parameter._unsharded_param for parameter in self._parameters]
+        weights = [parameter._unsharded_param for parameter in self.parameters]
         of_kind = {"dtype": weights[0].dtype, "device": weights[0].device}
         self._whole = torch.empty(sum(map(Tensor.numel, weights)), **of_kind)
         start = 0
-        for parameter, weight in zip(self._parameters, weights, strict=True):
+        for parameter, weight in zip(self.parameters, weights, strict=True):
             part = torch.empty(0, **of_kind)  # no view of the whole: it keeps a version of its own
             part.set_(self._whole.untyped_storage(), start, (weight.numel(),), (1,))
             parameter.all_gather_outputs = [part]

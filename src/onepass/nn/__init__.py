@@ -4,6 +4,7 @@ from onepass.nn.bias_activation import BiasActivation
 from onepass.nn.convolution import CausalConv1d
 from onepass.nn.embedding import VocabParallelEmbedding
 from onepass.nn.experts import Experts
+from onepass.nn.fp8_gathers import use_fp8_gathers
 from onepass.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from onepass.nn.linear_cross_entropy import LinearCrossEntropy
 from onepass.nn.linear_divergence import LinearDivergence
@@ -36,4 +37,5 @@ __all__ = [
     "load_fp8_state_dict",
     "set_precision",
     "sharded_state_dict",
+    "use_fp8_gathers",
 ]

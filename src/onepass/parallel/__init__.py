@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onepass.gradients.adamw import AdamW
+    from onepass.gradients.copy_engines import use_copy_engines
     from onepass.gradients.deferred import DeferredWgrad
     from onepass.gradients.fsdp import FSDPMainGrads
     from onepass.gradients.main_grads import MainGrads
@@ -21,6 +22,7 @@ __all__ = [
     "ShardedAdamW",
     "StepInBackward",
     "reduce_sequence_parallel_grads",
+    "use_copy_engines",
 ]
 
 _MODULES = {
@@ -32,6 +34,7 @@ _MODULES = {
     "ShardedAdamW": "sharded_adamw",
     "StepInBackward": "step_in_backward",
     "reduce_sequence_parallel_grads": "sequence_parallel",
+    "use_copy_engines": "copy_engines",
 }
 
 

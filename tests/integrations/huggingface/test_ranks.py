@@ -17,6 +17,9 @@ from onepass.integrations import huggingface
 from onepass.integrations.huggingface import linears
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.patches import Patches
+from onepass.kernels import fp8_cast
+from onepass.nn import use_fp8_gathers
+from onepass.product.fp8 import scales
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -45,8 +48,8 @@ WRAPPED = {
 PUT = {"the loss": lambda model: replace_loss(model, Patches()), "all": huggingface.apply}
 
 
-def new_model():
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+def new_model(layers=2):
+    layers = {"num_hidden_layers": layers, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, **layers)
     return transformers.LlamaForCausalLM(config).train()
 
@@ -184,3 +187,84 @@ def test_eight_bits(group, wrapped):
     losses = losses_of(called, called.parameters(), ids)
     assert expected[-1] < expected[0] - 0.3
     assert losses == pytest.approx(expected, rel=1e-2) and losses != pytest.approx(expected, rel=1e-6)
+
+
+def sharded_in_eight_bits(mp_policy):
+    """Return a model whose weights have magnitudes that differ by rows, so that many round to zero at one scale."""
+    model = new_model(1)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        for linear in [each for each in layer.modules() if isinstance(each, torch.nn.Linear)]:
+            linear.weight[1::2] *= 2.0**-9 * 1.1
+        for linear in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            linear.weight[-1] *= 4.0 * 2**9  # the last rank has the largest, and one of those that share a product
+    huggingface.apply(model, precision=onepass.FP8Recipe(scaling="current"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (layer, model):
+        fully_shard(part, mesh=mesh, mp_policy=mp_policy)
+    return model
+
+
+def test_gathers_in_eight_bits_have_the_bits_of_others(group):
+    """Losses and weights of steps, of an evaluation among them; and fewer bytes travel."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ids, found, travelled = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(group.rank())), [], []
+    stock = dist.all_gather_into_tensor
+
+    def gather(whole, mine, **options):
+        travelled.append((whole.dtype, whole.numel()))
+        return stock(whole, mine, **options)
+
+    for coded in (False, True):
+        torch.manual_seed(0)
+        model, losses = sharded_in_eight_bits(policy), []
+        if coded:
+            assert use_fp8_gathers(model) == 7
+            travelled.clear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        by_formulas = [
+            patch.object(each, "triton_unsupported", lambda x: "formulas take less time") for each in (fp8_cast, scales)
+        ]
+        with patch.object(dist, "all_gather_into_tensor", gather), by_formulas[0], by_formulas[1]:
+            for step in range(2):
+                if step == 1:
+                    model.eval()
+                    with torch.no_grad():
+                        losses.append(model(input_ids=ids, labels=ids).loss)
+                    model.train()
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        found.append([*losses, *(p.detach().full_tensor() for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+    of_layer = 4 * 64 * 64 + 3 * 64 * 96
+    assert travelled.count((torch.uint8, of_layer + 2 * 2 * 64)) == 2 * 2  # a byte a number, but for the two norms
+    assert travelled.count((torch.bfloat16, of_layer + 2 * 64)) == 1  # in evaluation
+
+
+def test_one_rank_packs_nothing(group):
+    """FSDP2 over one rank allocates each parameter's memory by its own size."""
+    model, alone, ids = new_model(), new_model(), torch.arange(12).view(1, 12)
+    model.load_state_dict(alone.state_dict())
+    huggingface.apply(model)
+    mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("other", "one"))["one"]
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    for _ in range(3):
+        loss, expected = (each(input_ids=ids, labels=ids).loss for each in (model, alone))
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+
+
+def test_what_gathers_in_eight_bits_refuse(group):
+    mesh = init_device_mesh("cpu", (group.size(),))
+    for recipe in (None, onepass.FP8Recipe(scaling="row")):
+        model = new_model()
+        huggingface.apply(model, precision=recipe)
+        with pytest.raises(ValueError, match="model must be sharded by fully_shard"):
+            use_fp8_gathers(model)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(ValueError, match="must have layers in eight bits with one scale a weight"):
+            use_fp8_gathers(model)
