@@ -14,6 +14,7 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
     scripts/huggingface.json, hybrids_qwen3_5.json       onepass bench huggingface, a file a case of this year's layers
     scripts/lora.json, lora_peers.json                   onepass bench lora
+    scripts/rates.json                                   benchmarks/rates.py; benchmarks/planned.py sets plans beside steps
 
 What has eight bits, in any of these files, is left out of their tables and has one of its own, for each GPU.
 """
@@ -25,11 +26,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "train", "huggingface", "lora"))]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "train", "plan", "huggingface", "lora"))]
 # the tables' names in the pages
 HEADLINE, OPS, FIGURES, LOSS, FUSION = "headline", "ops", "figures", "loss", "fusion"
 TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8, LORA = "training", "losses", "parallel", "huggingface", "fp8", "lora"
 HYBRIDS = "hybrids"
+PLAN, PLAN_PUBLISHED = "plan", "plan_published"
 
 
 def fraction(value):
@@ -423,6 +425,38 @@ def parallel_tables(paths):
 OURS_FP8 = "onepass fp8"
 
 
+def plan_rows():
+    """What `onepass plan --gpus` says of steps, beside what they take."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import planned
+
+    sys.path.pop(0)
+    return planned.measured_rows(), planned.published_rows()
+
+
+def plan_table(rows):
+    lines = header("", "ms measured", "planned", "error", "GiB measured", "planned")
+    for row in rows:
+        name = f"{row.name} ({row.gpu.upper()})" + ("; the CPU decides" if row.cpu_decides else "")
+        kept = row.layout.gpus > 1 or row.options.release_main_grads is False  # one GPU's may be released: `--gpu` counts that
+        memory = (f"{row.gib:.1f}", f"{row.planned_gib:.1f}") if kept else ("", "")
+        lines.append(line([name, f"{row.ms:.1f}", f"{row.planned_ms:.1f}", f"{row.error:+.1%}", *memory]))
+    return "\n".join(lines)
+
+
+def published_table(rows):
+    sources = list(dict.fromkeys(row.source for row in rows))
+    lines = header("", "GPUs", "tp, pp x stages, dp, cp", "micro", "sequences", "s a step, published", "planned", "error")
+    for row in rows:
+        own = row.layout
+        stages = f" x {own.stages}" if own.stages > 1 else ""
+        layout = f"{own.tensor}, {own.pipeline}{stages}, {own.data}{' FSDP' if own.shard == 'fsdp' else ''}, {own.context}"
+        name = f"{row.name} [{sources.index(row.source) + 1}]"
+        times = f"{row.seconds:.3f}", f"{row.planned:.3f}", f"{row.error:+.1%}"
+        lines.append(line([name, f"{own.gpus:,}", layout, str(own.micro), f"{own.batch:,}", *times]))
+    return "\n".join([*lines, "", *(f"{number}. {source}" for number, source in enumerate(sources, 1))])
+
+
 def huggingface_line(row, eager):
     """`eager`: its row, or None where it was not measured."""
     tokens = row.get("tokens", row["shape"][0] * row["shape"][1]) / row["ms"] * 1e3  # padding is no token
@@ -799,6 +833,7 @@ def all_figures(folder=RESULTS):
     """Return the text of each table by its name."""
     scripts, others = folder / "scripts", others_of(folder)
     every = [each / "scripts" for each in (folder, *others)]
+    planned, published = plan_rows()
     return {
         HEADLINE: headline(folder, others),
         OPS: ops_table(folder, others),
@@ -811,6 +846,8 @@ def all_figures(folder=RESULTS):
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
         HYBRIDS: "\n\n".join(huggingface_table(path, but=None) for each in every for path in sorted(each.glob("hybrids_*.json"))),
         FP8: fp8_tables(folder.parent),
+        PLAN: plan_table(planned),
+        PLAN_PUBLISHED: published_table(published),
         LORA: "\n\n".join(
             huggingface_table(each / name, but=None)
             for each in every

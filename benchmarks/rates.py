@@ -14,12 +14,15 @@ tens of milliseconds, so that clocks and power are those of a long run; caches a
     passes       rms_norm with a residual, and bias_activation's swiglu, and the bytes that they move
     head         linear_cross_entropy into main_grad
     optimizer    AdamW's step over MainGrads, clipped, which zeroes gradients
+    sustained    all products of a block, one after another for a second
     host         the CPU's time of a step of few tokens, by blocks
+    steps        whole steps of benchmarks/gpt_parallel.py and of four blocks of 8B, and their kernels' times by name
     collectives  on two GPUs: by bytes, of the whole tensor. "exchange" is a send and a receive at once, "send" one way
     overlap      a collective and products, or copies, each while the other is under way, over each alone
-    steps        whole steps of benchmarks/gpt_parallel.py and of four blocks of 8B, and their kernels' times by name
+    steps_of_two steps of benchmarks/gpt_parallel.py on two GPUs
 
-Both ranks do everything; the first one's figures are kept. --small is a size for CPUs, by the clock on the wall.
+Both ranks do everything, alone until the last three sections, for which they join; the first one's figures are kept. --small is a
+size for CPUs, by the clock on the wall.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,7 @@ from onepass.train.setup import make
 Call = Callable[[], object]
 LEAST_MS = 25.0  # of calls that are timed together
 MOST = 400  # of them
+PATIENCE = timedelta(seconds=60)  # of a collective
 DOCUMENT = 256  # tokens of one, on average
 
 
@@ -83,6 +88,14 @@ BLOCKS = {
     "405B": (16384, 18432, 53248, 2),
 }
 TENSOR = {"tiny": (1,), "124M": (1,), "1B": (1, 2), "8B": (1, 2, 4), "70B": (4, 8), "405B": (8,)}
+SUSTAINED = (
+    ("124M, tp 1", 16384),
+    ("1B, tp 1", 16384),
+    ("1B, tp 2", 16384),
+    ("8B, tp 1", 8192),
+    ("70B, tp 8", 8192),
+    ("405B, tp 8", 8192),
+)
 # sequences, tokens, heads, groups, width
 ATTENTION = [
     (4, 4096, 32, 8, 64), (8, 4096, 16, 4, 64), (1, 4096, 32, 8, 64), (16, 1024, 12, 12, 64), (1, 8192, 32, 8, 128),
@@ -106,11 +119,9 @@ class Meter:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def of(self, *calls: Call, alike: bool = False) -> float:
-        """Return the milliseconds of all `calls` once, from as many rounds of them as take LEAST_MS.
-
-        alike: ranks must do as many, as they wait for each other.
-        """
+    def of(self, *calls: Call, least_ms: float = LEAST_MS) -> float:
+        """Return the milliseconds of all `calls` once, from as many rounds of them as take so long. Ranks that have joined do as
+        many, as they may wait for each other."""
         for call in calls:
             call()
         self.wait()
@@ -118,8 +129,8 @@ class Meter:
         for call in calls:
             call()
         self.wait()
-        rounds = max(3, min(MOST, int(LEAST_MS / 1e3 / max(time.perf_counter() - begun, 1e-6)))) if self.on_gpu else 2
-        if alike and dist.is_initialized():
+        rounds = max(3, min(MOST, int(least_ms / 1e3 / max(time.perf_counter() - begun, 1e-6)))) if self.on_gpu else 2
+        if dist.is_initialized():
             shared = torch.tensor(rounds, device=self.device)
             dist.all_reduce(shared)
             rounds = int(shared) // dist.get_world_size()
@@ -206,6 +217,17 @@ def products(meter: Meter, sizes: Sizes, eight_bits: bool = False) -> Rows:
             yield f"{name}: {tokens}, in a row", {"ms": meter.of(*forward, *backward), "sum": total}
             del layers, forward, backward, layer
             _free(meter)
+
+
+def sustained(meter: Meter, sizes: Sizes) -> Rows:
+    for name, tokens in (("tiny, tp 1", 32),) if sizes.small else SUSTAINED:
+        layers = [Products(meter, tokens, *layer) for layer in sizes.blocks[name]]
+        calls = [layer.calls["forward"] for layer in layers]
+        calls += [layer.calls[each] for layer in reversed(layers) for each in ("dgrad", "wgrad")]
+        flops = sum(6 * tokens * inner * outer for inner, outer in sizes.blocks[name])
+        yield f"{name}: {tokens}", {"ms": meter.of(*calls, least_ms=1e3), "flops": flops}
+        del layers, calls
+        _free(meter)
 
 
 def attentions(meter: Meter, sizes: Sizes) -> Rows:
@@ -353,7 +375,7 @@ def _collectives(meter: Meter, moved: int) -> dict[str, Call]:
 def collectives(meter: Meter, sizes: Sizes) -> Rows:
     for moved in sizes.messages:
         calls = _collectives(meter, moved)
-        yield str(moved), {"bytes": moved, **{name: meter.of(call, alike=True) for name, call in calls.items()}}
+        yield str(moved), {"bytes": moved, **{name: meter.of(call) for name, call in calls.items()}}
         _free(meter)
 
 
@@ -366,7 +388,7 @@ def overlap(meter: Meter, sizes: Sizes) -> Rows:
     sent = _collectives(meter, sizes.messages[-2])
     for name in ("all_reduce fp32", "all_gather bf16", "reduce_scatter bf16", "exchange"):
         for beside, call in work.items():
-            alone = meter.of(call, alike=True), meter.of(sent[name], alike=True)
+            alone = meter.of(call), meter.of(sent[name])
             yield f"{name} beside {beside}", {
                 "alone": alone[0], "sent_alone": alone[1],
                 "beside": _beside(meter, call, sent[name], alone, 2.0)[0],
@@ -377,7 +399,7 @@ def overlap(meter: Meter, sizes: Sizes) -> Rows:
 def _beside(meter: Meter, call: Call, sent: Call, alone: tuple[float, float], more: float) -> tuple[float, float]:
     """Return the milliseconds of a call and of a collective, where the collectives take `more` times as long as the calls."""
     if not meter.on_gpu:
-        return meter.of(call, alike=True), meter.of(sent, alike=True)
+        return meter.of(call), meter.of(sent)
     counts = torch.tensor([max(3, LEAST_MS / alone[0]), max(3, more * LEAST_MS / alone[1])], device=meter.device)
     dist.all_reduce(counts)
     calls, sends = (int(count) for count in counts / dist.get_world_size())
@@ -399,21 +421,12 @@ def _beside(meter: Meter, call: Call, sent: Call, alone: tuple[float, float], mo
 
 # ---- steps ----
 
-STEPS = ("one, 4", "one, 4, fp8", "dp", "dp, sharded", "tp + sp, strong", "tp + sp, weak", "pp", "pp, uneven")
+STEPS = "one, 4", "one, 4, fp8", "dp", "dp, sharded", "tp + sp, strong", "tp + sp, weak", "pp", "pp, uneven"
 
 
 def steps(meter: Meter, sizes: Sizes) -> Rows:
-    """Steps of benchmarks/gpt_parallel.py's rows that have as many ranks as there are, or one; and four blocks of 8B."""
-    size = gpt_parallel.SMALL if sizes.small else gpt_parallel.REAL
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    rows = {row.name: row for row in gpt_parallel.all_rows(size, max(2, ranks))}
-    for name in STEPS:
-        row = rows[name]
-        if row.ranks not in (1, ranks) or (sizes.small and row.case == "pp"):
-            continue
-        layout = _groups(row.config(size), meter.device) if row.ranks > 1 else ParallelLayout(meter.device)
-        yield name, _measured(meter, gpt_parallel.stepper(row, size, layout))
-        _free(meter)
+    """Steps of benchmarks/gpt_parallel.py's rows that have one rank, and of four blocks of 8B."""
+    yield from _rows(meter, sizes, 1)
     if not sizes.small:
         four = {"num_layers": 4, "untie_embeddings_and_output_weights": False}
         for name, more in (("8B, four blocks", {}), ("8B, four blocks, fp8", {"fp8_format": "hybrid"})):
@@ -421,10 +434,26 @@ def steps(meter: Meter, sizes: Sizes) -> Rows:
             _free(meter)
 
 
+def steps_of_two(meter: Meter, sizes: Sizes) -> Rows:
+    return _rows(meter, sizes, dist.get_world_size())
+
+
+def _rows(meter: Meter, sizes: Sizes, ranks: int) -> Rows:
+    size = gpt_parallel.SMALL if sizes.small else gpt_parallel.REAL
+    rows = {row.name: row for row in gpt_parallel.all_rows(size, max(2, ranks))}
+    for name in STEPS:
+        row = rows[name]
+        if row.ranks != ranks or (sizes.small and row.case == "pp"):
+            continue
+        layout = _groups(row.config(size), meter.device) if ranks > 1 else ParallelLayout(meter.device)
+        yield name, _measured(meter, gpt_parallel.stepper(row, size, layout))
+        _free(meter)
+
+
 def _measured(meter: Meter, step: Call) -> dict[str, Any]:
     for _ in range(2):
         step()
-    found: dict[str, Any] = {"ms": meter.of(step, alike=True)}
+    found: dict[str, Any] = {"ms": meter.of(step)}
     if not meter.on_gpu:
         return found
     ran = kernels(step)
@@ -449,29 +478,31 @@ def _free(meter: Meter) -> None:
 
 
 SECTIONS: dict[str, Callable[[Meter, Sizes], Rows]] = {
-    "copies": copies, "products": products, "passes": passes, "head": heads, "optimizer": optimizer, "collectives": collectives,
-    "overlap": overlap, "attention": attentions, "steps": steps, "eight_bits": partial(products, eight_bits=True), "host": host,
+    "copies": copies, "products": products, "sustained": sustained, "passes": passes, "head": heads, "optimizer": optimizer,
+    "eight_bits": partial(products, eight_bits=True), "attention": attentions, "steps": steps, "host": host,
+    "collectives": collectives, "overlap": overlap, "steps_of_two": steps_of_two,
 }  # fmt: skip
-OF_TWO = ("collectives", "overlap")
+OF_TWO = "collectives", "overlap", "steps_of_two"
 
 
 def settled(small: bool) -> torch.device:
-    """Join the other ranks, if there are any, with a training run's settings."""
+    """Return this rank's device, with a training run's settings."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if small:
         torch.set_num_threads(1)
         onepass.use_backend("torch")
-        if "RANK" in os.environ:
-            dist.init_process_group("gloo")
         return torch.device("cpu")
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29513"}
-    os.environ.update(alone | os.environ)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return device
+
+
+def join(device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE, device_id=device if on_gpu else None)
 
 
 def main() -> None:
@@ -481,12 +512,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     device = settled(args.small)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    first = ranks == 1 or dist.get_rank() == 0
+    ranks, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     meter, sizes, found, begun = Meter(device), Sizes(args.small), {}, time.perf_counter()
     for section, measure in SECTIONS.items():
         if (args.section and section not in args.section) or (section in OF_TWO and ranks == 1):
             continue
+        if section in OF_TWO and not dist.is_initialized():
+            join(device)
         rows = found[section] = {}
         try:
             for name, row in measure(meter, sizes):

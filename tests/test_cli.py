@@ -183,7 +183,7 @@ def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, caps
 
 # The files of messages, whose command they belong to, and flags of other programs that they name.
 _MESSAGES = {"bench": "bench", "doctor": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
-_MESSAGES["train/plan_command.py"] = "plan"
+_MESSAGES |= dict.fromkeys(("train/plan_command.py", "train/plan/gpus_command.py", "train/plan/layouts.py"), "plan")
 _OTHERS = {"bench/record.py": {"--error-unmatch", "--porcelain", "--short"}, "train/layout.py": {"--nproc-per-node"}}
 _OTHERS["train/foreign_flags.py"] = {*foreign_flags._OURS}
 _OTHERS["integrations/huggingface/families.py"] = {"--page"}
@@ -277,7 +277,11 @@ def test_options_follow_an_ops_signature(capsys, monkeypatch):
 
     monkeypatch.setitem(op_records.OPS, "project", None)  # taken away again after the test
     op_records.define_op(
-        project, check=lambda c: None, unsupported=lambda c: "no kernel", variant=lambda c: "", sharding=lambda c: None,
+        project,
+        check=lambda c: None,
+        unsupported=lambda c: "no kernel",
+        variant=lambda c: "",
+        sharding=lambda c: None,
         samples_module="project_samples",
     )
     shapes = types.SimpleNamespace(SHAPES_OF={"project": {"residual": lambda x, given: x.shape}})

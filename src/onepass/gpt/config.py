@@ -126,6 +126,14 @@ _GPT2: dict[str, Any] = {
     "activation_func": "gelu",
 }
 
+_LLAMA3: dict[str, Any] = {
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rotary_base": 500000.0,
+    "untie_embeddings_and_output_weights": True,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     # for a CPU: 1.1 million parameters
     "tiny": {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 4, "vocab_size": 2048},
@@ -155,18 +163,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "untie_embeddings_and_output_weights": True,
     },
-    # Llama 3 8B
-    "8B": {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 14336,
-        "num_attention_heads": 32,
-        "num_query_groups": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rotary_base": 500000.0,
-        "untie_embeddings_and_output_weights": True,
-    },
+    # Llama 3 8B, 70B and 405B
+    "8B": _LLAMA3 | {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
+    "70B": _LLAMA3 | {"num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64},
+    "405B": _LLAMA3 | {"num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128},
 }
 
 

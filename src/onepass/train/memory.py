@@ -25,17 +25,17 @@ from onepass.gradients.adamw_state import PASSAGE, embeddings_of
 from onepass.gradients.buckets import BUCKET_BYTES, RELEASED_BYTES, plan_buckets, plan_buffers, size_of
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.offloaded_state import SLOTS
-from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, make_plan
 from onepass.profiling.units import size as _size
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
+from onepass.train.plan.head import head_plan
 from onepass.train.updates import releases
 
 OUTSIDE = 1 << 30  # CUDA's context and kernels, and the allocator's gaps
 _MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
 _FP32 = 4
-_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * _FP32 / BLOCK}  # both of a parameter's, and their scales
-_CUBLAS = 2 * (32 << 20)  # a workspace for each of forward's and backward's threads
+MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * _FP32 / BLOCK}  # both of a parameter's, and their scales
+CUBLAS = 2 * (32 << 20)  # a workspace for each of forward's and backward's threads
 
 
 class MemoryAt(NamedTuple):
@@ -100,21 +100,14 @@ class MemoryPlan:
             kept: Counter[str] = Counter()
             for block in layers:
                 kept.update(block.kept)
-            return MemoryAt(weights, masters, moments, gradients, dict(kept), ends, working + _CUBLAS)
+            return MemoryAt(weights, masters, moments, gradients, dict(kept), ends, working + CUBLAS)
 
-        loss = at(come[0], blocks, ends_bytes(config, tokens), self._head(config, tokens, gpu))
+        loss = at(come[0], blocks, ends_bytes(config, tokens), head_plan(config, tokens, gpu).bytes)
         backwards = [
             at(come[len(blocks) - number], blocks[: number + 1], 0, block.again + block.backward)
             for number, block in enumerate(blocks)
         ]
         return StepMemory(loss, max(backwards, key=lambda each: each.total), at(come[-1], [], 0, 0))
-
-    def _head(self, config: Config, tokens: int, gpu: int) -> int:
-        """Return the head's most bytes, hidden's gradient included, as its op plans them."""
-        machine = MachineSpeed(5e14, 3e12, gpu, gpu // 32, gpu // 10)  # plans depend on times only relative to each other
-        sizes = tokens, config.hidden_size, rank_config(config).vocab_size, config.dtype.itemsize
-        wide, shared = config.fp32_logits and config.dtype.itemsize < _FP32, config.tensor_model_parallel_size > 1
-        return make_plan(PlanInputs(*sizes, wide, True, True, True, True, True, None, shared, None), machine).bytes
 
     def _state(self, options: Options, shared: int) -> tuple[int, int]:
         """Return the bytes of masters' bits and of moments."""
@@ -123,7 +116,7 @@ class MemoryPlan:
         for _, parameter in self.named:
             masters += parameter.numel() * _MASTER_BYTES[parameter.dtype]
             coded = kind != "8bit" or (id(parameter) not in embeddings and parameter.dim() > 1 and not parameter.numel() % BLOCK)
-            moments += parameter.numel() * _MOMENT_BYTES[kind if coded else "fp32"]
+            moments += parameter.numel() * MOMENT_BYTES[kind if coded else "fp32"]
         if not options.offload_optimizer:
             return int(masters) // shared, int(moments) // shared
         numbers = sum(parameter.numel() for _, parameter in self.named) // shared

@@ -146,4 +146,6 @@ TRAINING: dict[str, dict[str, int | float]] = {
     "1B": {"seq_length": 4096, "micro_batch_size": 4, "lr": 2e-4, "lr_warmup_iters": 100, "train_iters": 1000},
     "7B": {"seq_length": 4096, "micro_batch_size": 1, "lr": 1e-4, "lr_warmup_iters": 100, "train_iters": 1000},
     "8B": {"seq_length": 8192, "micro_batch_size": 1, "lr": 1e-4, "lr_warmup_iters": 100, "train_iters": 1000},
+    "70B": {"seq_length": 8192, "micro_batch_size": 1, "lr": 1e-4, "lr_warmup_iters": 100, "train_iters": 1000},
+    "405B": {"seq_length": 8192, "micro_batch_size": 1, "lr": 1e-4, "lr_warmup_iters": 100, "train_iters": 1000},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ from onepass.train.flags import add_flag, add_preset, merge_settings, read_file
 from onepass.train.foreign_flags import in_place_of as in_place_of  # the command line asks for it
 from onepass.train.memory import OUTSIDE, MemoryAt, MemoryPlan, StepMemory, check_counted
 from onepass.train.options import Options
+from onepass.train.plan import gpus_command
+from onepass.train.plan.rates import GPUS
 
 _OPTIONS = (
     "load_hf", "seq_length", "micro_batch_size", "global_batch_size", "release_main_grads", "use_distributed_optimizer",
-    "optimizer_moments", "step_in_backward", "offload_optimizer",
+    "use_fsdp", "optimizer_moments", "step_in_backward", "offload_optimizer", "pipeline_schedule",
 )  # fmt: skip
 _ALIASES = {"seq_length": ("--seq",)}
 _MOMENTS = ("fp32", "bf16", "8bit")  # the larger ones first
@@ -28,13 +31,14 @@ _GIB = 1 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Say how much GPU memory a training step takes, for what, and what to change where it does not fit. "
-        "It takes the flags of `onepass train` that change memory, and no GPU."
+        "Say how much GPU memory a training step takes, for what, and what to change where it does not fit. With --gpus also how "
+        "long it takes, by which layout. It takes the flags of `onepass train` that change these, and no GPU."
     )
     parser.usage = "%(prog)s [OPTION ...]"
     add_preset(parser)
-    parser.add_argument("--gpu", type=float, default=80.0, metavar="GIB", help="memory of a GPU (%(default)g)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or the GiB of a GPU's memory (80; with --gpus h100)")
     parser.add_argument("--ranks", type=int, metavar="INT", help="GPUs of the run (tensor_model_parallel_size)")
+    gpus_command.add_arguments(parser)
     memory = parser.add_argument_group("training")
     for flag in Options.flags():
         if flag.field in _OPTIONS:
@@ -68,19 +72,40 @@ class Change(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     written = None if args.config is None else read_file(args.config, pipe=True)
     config, options = merge_settings(args.preset, written, vars(args), on_gpu=True)
+    if args.gpus is not None:
+        return gpus_command.run(args, config, options)
     try:
+        args.gpu = _gib(args.gpu)
         ranks = _check(args, config, options)
     except ValueError as error:
         raise CommandError(str(error)) from None
     settings, plan, gpu = PlannedRun(config, options), MemoryPlan(config, ranks), int(args.gpu * _GIB)
     step = plan.of_step(*settings, gpu)
+    if args.json:
+        print(json.dumps(_json(settings, plan, step, gpu), indent=1))
+        return 0
     print(_title(args, settings, plan), "", *table(step, config.num_layers), "", sep="\n")
     print(*_advice(settings, plan, step, gpu), sep="\n")
     return 0
 
 
+def _gib(given: str | None) -> float:
+    """Return a GPU's memory from its name or its GiB."""
+    named = None if given is None else gpus_command.gpu_named(given)
+    if given is None or named is not None:
+        return 80.0 if named is None else named.memory.value / _GIB
+    try:
+        return float(given)
+    except ValueError:
+        names = ", ".join(GPUS)
+        raise CommandError(f"--gpu must be one of {names}, or a GPU's memory in GiB, such as 80, but is {given!r}") from None
+
+
 def _check(args: argparse.Namespace, config: Config, options: Options) -> int:
     """Return the number of ranks. Raise CommandError for settings that are not counted or contradict each other."""
+    for name in ("tp", "pp", "dp", "cp"):
+        if (given := getattr(args, name)) is not None:
+            raise CommandError(f"--{name} must not be given without --gpus, whose layout it is part of, but is {given}")
     if why := check_counted(config, options):
         raise CommandError(f"{why}: this is not counted")
     if not 0 < args.gpu < 1 << 20:
@@ -96,6 +121,13 @@ def _check(args: argparse.Namespace, config: Config, options: Options) -> int:
             f"seq_length must be at most max_position_embeddings, {config.max_position_embeddings}, but is {options.seq_length}"
         )
     return ranks
+
+
+def _json(settings: PlannedRun, plan: MemoryPlan, step: StepMemory, gpu: int) -> dict[str, Any]:
+    """Return a step's memory in bytes, where the loss is made, in backward and in the optimizer's step."""
+    found = {name: {**at._asdict(), "total": at.total} for name, at in step._asdict().items()}
+    total = {"total": step.total, "outside": OUTSIDE, "gpu": gpu, "fits": step.total + OUTSIDE <= gpu}
+    return {"parameters": settings.config.parameters_count(), "ranks": plan.ranks, "memory": found, **total}
 
 
 # ---- the table ----
