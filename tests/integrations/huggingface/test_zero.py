@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 from integrations.huggingface.families import assert_alike, batch, made, mutant_tests
-from integrations.huggingface.zero3 import Zero3, partition, patch_linear
+from integrations.huggingface.zero3 import Zero3, hook_of, partition, patch_linear
 
 import onepass
 from onepass.integrations import huggingface
@@ -105,11 +105,13 @@ def test_an_empty_weight_raises_by_name():
         model(**batch())
 
 
-@pytest.mark.parametrize("name", ("ds_shape", "_hp_mapping"))  # stage 3 sets the one, stages 1 and 2 the other
+@pytest.mark.parametrize("name", (None, "ds_shape", "_hp_mapping"))  # without ZeRO; of stage 3; of stages 1 and 2
 def test_main_grad_raises_by_name(name):
     model = made()
     applied = huggingface.apply(model, main_grad=True)
-    for parameter in model.parameters():
+    if name is None:
+        model.register_forward_pre_hook(hook_of("deepspeed.runtime.engine", lambda *_: None))
+    for parameter in model.parameters() if name else ():
         setattr(parameter, name, parameter.shape)
     with pytest.raises(RuntimeError, match=r"main_grad must be False under DeepSpeed, whose optimizer reads \.grad"):
         model(**batch()).loss.backward()

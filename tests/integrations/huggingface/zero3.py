@@ -23,8 +23,7 @@ class Zero3:
             module._parameters = GatheringDict(module._parameters, self)
             module.external = {}
             for name, hook in (("pre_", self.before), ("pre_", self.mark_inputs), ("", self.after), ("", self.mark_outputs)):
-                hook = _as_of_deepspeed(hook)
-                getattr(module, f"register_forward_{name}hook")(hook)
+                getattr(module, f"register_forward_{name}hook")(hook_of(HOOKS, hook))
 
     def parameters_of(self, module):
         return [*(p for p in OrderedDict.values(module._parameters) if p is not None), *module.external.values()]
@@ -119,11 +118,13 @@ def patch_linear(monkeypatch):
     monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: Linear.apply(x, weight, bias))
 
 
-def _as_of_deepspeed(method):
-    def hook(*args):
-        return method(*args)
+def hook_of(module, function):
+    """Return the function as one of a module of this name."""
 
-    hook.__module__ = HOOKS
+    def hook(*args):
+        return function(*args)
+
+    hook.__module__ = module
     return hook
 
 

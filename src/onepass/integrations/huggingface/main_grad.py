@@ -29,7 +29,7 @@ from onepass.gradients.step_in_backward import StepInBackward
 from onepass.integrations.huggingface.linear_layers import by_linear
 from onepass.integrations.huggingface.patches import Patches
 from onepass.integrations.huggingface.probe import own_forward
-from onepass.integrations.huggingface.zero import has_zero_optimizer
+from onepass.integrations.huggingface.zero import is_deepspeeds
 from onepass.runtime.cuda_graph import current_step
 
 
@@ -56,7 +56,7 @@ class PatientMainGrads(MainGrads):
             self._clear = [buffer._version for buffer in self.buffers]
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if has_zero_optimizer(parameter):
+        if is_deepspeeds(parameter, self.module):
             raise RuntimeError(
                 "main_grad must be False under DeepSpeed, whose optimizer reads .grad and would train nothing: apply without it, "
                 "and let DeepSpeed keep masters and sums in fp32"

@@ -21,9 +21,11 @@ def is_partitioned(parameter: Tensor | None) -> bool:
     return hasattr(parameter, "ds_shape")
 
 
-def has_zero_optimizer(parameter: Tensor) -> bool:
-    """Whether an optimizer of DeepSpeed, of any stage, steps this parameter."""
-    return is_partitioned(parameter) or hasattr(parameter, "_hp_mapping")
+def is_deepspeeds(parameter: Tensor, model: nn.Module | None) -> bool:
+    """Whether DeepSpeed's engine steps this parameter. ZeRO marks it, and the engine has a hook on the model."""
+    hooks = () if model is None else model._forward_pre_hooks.values()
+    engine = any(getattr(hook, "__module__", None) == "deepspeed.runtime.engine" for hook in hooks)
+    return engine or is_partitioned(parameter) or hasattr(parameter, "_hp_mapping")
 
 
 def gathered(parameter: AnyTensor) -> AnyTensor:
