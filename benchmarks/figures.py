@@ -15,6 +15,7 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/huggingface.json, hybrids_qwen3_5.json       onepass bench huggingface, a file a case of this year's layers
     scripts/lora.json, lora_peers.json                   onepass bench lora
     scripts/rates.json                                   benchmarks/rates.py; benchmarks/planned.py sets plans beside steps
+    scripts/two_gpus.json                                benchmarks/two_gpus.py
 
 What has eight bits, in any of these files, is left out of their tables and has one of its own, for each GPU.
 """
@@ -30,7 +31,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figure
 # the tables' names in the pages
 HEADLINE, OPS, FIGURES, LOSS, FUSION = "headline", "ops", "figures", "loss", "fusion"
 TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8, LORA = "training", "losses", "parallel", "huggingface", "fp8", "lora"
-HYBRIDS = "hybrids"
+HYBRIDS, TWO_GPUS = "hybrids", "two-gpus"
 PLAN, PLAN_PUBLISHED = "plan", "plan_published"
 
 
@@ -399,6 +400,22 @@ def losses_table(path):
     for row in results["rows"]:
         name = f"**{row['run']}**" if row["run"].startswith("onepass") else row["run"]
         lines.append(line([name, row["beside"], f"{row['mean']:.1e}", f"{row['most']:.1e}"]))
+    return "\n".join(lines)
+
+
+def two_gpus_table(path):
+    results = json.loads(path.read_text())
+    of = f"{results['ranks']} {results['gpu']}, torch {results['versions']['torch']}"
+    lines = [f"{of}, by `benchmarks/two_gpus.py`; commit {results['commit']}.", ""]
+    lines += header("", "layers, sequences x length a GPU", "way", "ms alone", "ms together", "tokens/s", "scaling", "peak GiB")
+    for name, row in results["rows"].items():
+        layers, sequences, length = results["sizes"][name]
+        alone = ", ".join(f"{each['ms']:.1f}" for each in row["alone"])
+        for way, ranks in row["together"].items():
+            slowest = max(ranks, key=lambda each: each["ms"])
+            speed, scaling = len(ranks) * slowest["tokens_s"], row["scaling"].get(way)
+            figures = f"{slowest['ms']:.1f}", f"{speed:,.0f}", f"{scaling:.1%}" if scaling else "", f"{slowest['peak_gib']:.1f}"
+            lines.append(line([name, f"{layers}, {sequences} x {length}", way, alone, *figures]))
     return "\n".join(lines)
 
 
@@ -843,6 +860,7 @@ def all_figures(folder=RESULTS):
         TRAINING: training_tables(*every),
         LOSSES: losses_table(scripts / "gpt_losses.json"),
         PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),
+        TWO_GPUS: two_gpus_table(scripts / "two_gpus.json"),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
         HYBRIDS: "\n\n".join(huggingface_table(path, but=None) for each in every for path in sorted(each.glob("hybrids_*.json"))),
         FP8: fp8_tables(folder.parent),

@@ -277,3 +277,25 @@ def test_eight_bits_that_are_wrong_are_no_figure(kept, tmp_path):
     (tmp_path / "linear.json").write_text(json.dumps(kept | {"rows": rows}))
     with pytest.raises(ValueError, match="ours is wrong, or raised, in plain fp8"):
         figures.fp8_table(tmp_path)
+
+
+def test_two_gpus_are_as_fast_as_the_slower_one(tmp_path):
+    alone = [{"ms": 10.0, "tokens_s": 100.0, "peak_gib": 3.0}, {"ms": 10.5, "tokens_s": 95.0, "peak_gib": 3.0}]
+    together = [{"ms": 10.9, "tokens_s": 92.0, "peak_gib": 2.0}, {"ms": 11.0, "tokens_s": 90.9, "peak_gib": 2.1}]
+    row = {"alone": alone, "together": {"keep": together, "plain": together}, "scaling": {"keep": 0.932}}
+    found = {
+        "ranks": 2,
+        "gpu": "GPU",
+        "versions": {"torch": "2"},
+        "commit": "c",
+        "sizes": {"8b": [32, 4, 4096]},
+        "rows": {"8b": row},
+    }
+    path = tmp_path / "two_gpus.json"
+    path.write_text(json.dumps(found))
+    made = figures.two_gpus_table(path).splitlines()
+    assert made[0] == "2 GPU, torch 2, by `benchmarks/two_gpus.py`; commit c."
+    assert made[-2:] == [
+        "| 8b | 32, 4 x 4096 | keep | 10.0, 10.5 | 11.0 | 182 | 93.2% | 2.1 |",
+        "| 8b | 32, 4 x 4096 | plain | 10.0, 10.5 | 11.0 | 182 |  | 2.1 |",
+    ]
