@@ -11,6 +11,7 @@ TESTED: dict[str, tuple[str, ...]] = {  # by their names in pip, the newest last
     "nvidia-cudnn-frontend": ("1.32.0",),
     "peft": ("0.21.2",),
     "quack-kernels": ("0.6.5",),
+    "ray": ("2.60.0",),
     "torch": ("2.11", "2.13"),  # the other versions from 2.9 on are expected to work
     "torchtitan": ("0.3.0",),
     "transformers": ("5.17.0", "5.22.0", "5.24.0"),
