@@ -36,7 +36,7 @@ class SharedFile:
         size = dtype.itemsize * (offset + sizes[0])
         return torch.from_file(self.files[rank], shared=True, size=size, dtype=torch.uint8).view(dtype)[offset:]
 
-    def barrier(self):
+    def barrier(self, channel, timeout_ms):
         dist.barrier()
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+_TIMEOUT_MS = 600_000  # of a barrier, as NCCL's: a rank that doesn't come ends the others by a CUDA error
 _BUFFERS = 3  # FSDP2 has two gathers under way at most: one is copied out, the next one comes
 
 
@@ -65,7 +66,7 @@ class _Buffers:
         """Let ranks wait for each other on the current stream. Return the handle of the buffer that begins with the tensor."""
         place = tensor.untyped_storage().data_ptr()
         slot = next(each for each in self._slots if each is not None and each.buffer.data_ptr() == place)
-        slot.handle.barrier()
+        slot.handle.barrier(0, _TIMEOUT_MS)
         slot.used = self._count
         self._past[self._count] = torch.cuda.current_stream().record_event()
         self._past.pop(self._count - 2 * _BUFFERS, None)

@@ -74,7 +74,7 @@ class _PackedGather:
     def takes_effect(self) -> bool:
         """Whether the storage is there, or will be when what is gathered now comes."""
         starts = self._group._training_state.name == "FORWARD" and not self._group._post_forward_indices
-        return self._whole is not None or starts
+        return self._whole is not None or (starts and not torch.is_inference_mode_enabled())
 
     def _hook(self, parameter: Any) -> None:
         make, allocate = parameter.init_all_gather_outputs, parameter.alloc_all_gather_outputs
