@@ -38,7 +38,7 @@ def is_linear(module: nn.Module | None) -> bool:
     if type(module) is nn.Linear or is_conv1d(module):
         weight: Any = module._parameters["weight"]
         if not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight):  # torchao's quantised ones have it
-            return not keeps_gathered(module)
+            return type(module) is nn.Linear or not keeps_gathered(module)
     return is_frozen(module)
 
 
