@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import os
 import resource
 import shlex
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from parallel import worlds
 from rich.console import Console
+from train.checkpoint_runs import flip
 
 import onepass
 from onepass.cli import main
@@ -153,6 +156,68 @@ def test_a_stopped_comparison_measures_nothing(tmp_path, corpus, monkeypatch, ca
     assert train(corpus, tmp_path, "--compare", "--table", "--log-interval", 6) == 0
     said = capsys.readouterr().out
     assert "stopped after step 3\n" in said and "measuring" not in said and "a step, ms" not in said
+
+
+# ---- a command that is started again ----
+
+
+def test_one_command_begins_and_goes_on(tmp_path, corpus, monkeypatch, capsys):
+    """As under a scheduler, which knows no other. A damaged checkpoint is passed over, and the folder need have none."""
+    folder = tmp_path / "run"
+    again = partial(train, corpus, folder, "--resume-if-exists", "--save-interval", 2)
+    with monkeypatch.context() as patch:
+        signals(patch, signal.SIGTERM)
+        assert again() == 0
+    assert "going on" not in capsys.readouterr().out and steps(folder) == [2, 3]
+    flip(folder / "checkpoints" / "step-00000003" / "0.safetensors", 5000)
+    assert again() == 0
+    said = capsys.readouterr().out
+    assert f"passed over: the checkpoint {folder}/checkpoints/step-00000003 is damaged: 0.safetensors has changed since" in said
+    assert f"going on from step 2, {folder}/checkpoints/step-00000002\n" in said and steps(folder) == [4, 6]
+    assert [line.split(",")[0] for line in (folder / "log.csv").read_text().splitlines()] == ["step", *"012345"]
+    shutil.rmtree(folder / "checkpoints")
+    assert again() == 0 and steps(folder) == [4, 6]  # from the first step on
+    assert train(corpus, folder) == 2  # without the flag the folder has a run
+    assert main(["train", *SMALL, "--data", str(corpus), "--resume-if-exists"]) == 2
+    assert capsys.readouterr().err.endswith("--resume-if-exists needs --run-dir, the folder of its run, and no --resume\n")
+
+
+def test_a_process_that_torchrun_has_started_again_goes_on(tmp_path, corpus, monkeypatch, capsys):
+    """By what its folder says of torchrun, whatever the count. Another torchrun is refused, and so is a run that has ended."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(agent, times):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_{agent}/none_1/attempt_{times}/0/error.json")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(times))
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        return main(["train", *SMALL, "--data", str(corpus), "--save-interval", "2"])
+
+    def broken(self, batch):
+        calls.append(batch)
+        if len(calls) == 4:
+            raise RuntimeError("lost")
+        return stock(self, batch)
+
+    calls, stock = [], TrainSteps.run
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainSteps, "run", broken)
+        with pytest.raises(RuntimeError, match="lost"):
+            start("a", 0)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / ".torchrun").exists()
+    capsys.readouterr()
+    assert start("a", 1) == 0
+    assert f"restarted 1 of 3 times by torchrun: going on from step 2, runs/{run.name}/" in capsys.readouterr().out
+    assert list((tmp_path / "runs").iterdir()) == [run] and not (run / ".torchrun").exists()
+    for agent, number in (("a", 9), ("b", 9)):  # checkpoints before its own are not its own
+        (run / ".torchrun").write_text(
+            json.dumps({"agents": [f"{socket.gethostname()} /tmp/torchelastic_a/none_1"], "number": number})
+        )
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_{agent}/none_1/attempt_0/0/error.json")
+        assert train(corpus, run) == {"a": 0, "b": 2}[agent]
+    said = capsys.readouterr()
+    assert "restarted 1 of 3 times by torchrun: beginning anew, as there was no checkpoint yet" in said.out
+    assert "has a run already" in said.err
 
 
 # ---- saves by time ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -121,7 +122,8 @@ class TrainRun:
             finally:
                 self._stepping = False
                 if self.record is not None:
-                    self.record.close()
+                    lost = layout.ranks > 1 and isinstance(sys.exc_info()[1], RuntimeError)  # a restart waits, and will draw
+                    self.record.close(plot=not lost)
         return [] if self.record is None else self.record.lines
 
     def release(self) -> None:

@@ -81,11 +81,11 @@ class Record:
                 if value is not None and name not in ("step", "seconds"):
                     self._events.add_scalar(name, value, line.step)
 
-    def close(self) -> None:
+    def close(self, plot: bool = True) -> None:
         with self._named_in_errors():
             self._file.close()
             self._events.close()
-            if len(self.lines) > self._kept:
+            if plot and len(self.lines) > self._kept:
                 draw(self.folder / "loss.png", {"": self.lines})
 
     def _values(self, line: Line) -> list[Any]:
