@@ -189,29 +189,11 @@ def test_trainer_under_fsdp2(tmp_path):
     """Losses are stock's, with all weights and with LoRA. From a checkpoint in parts they have the bits of the run before."""
     for package in ("transformers", "accelerate", "peft"):
         pytest.importorskip(package)
-    env, port = environment(tmp_path), str(free_port())
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(RECIPES / "fsdp2.yaml"),
-        "--num_processes",
-        "2",
-    ]
-    launch += [
-        "--mixed_precision",
-        "no",
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        port,
-    ]  # what a reader sets, too
-    ranks = [
-        start([*launch, "--machine_rank", str(rank), str(Path(__file__).with_name("trainer_ranks.py"))], tmp_path, env)
-        for rank in range(2)
-    ]
-    ended(ranks)
+    options = f"--num_processes 2 --mixed_precision no --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(RECIPES / "fsdp2.yaml"), *options.split()]
+    ranks, env = str(Path(__file__).with_name("trainer_ranks.py")), environment(tmp_path)
+    said, _ = ended([start([*launch, "--machine_rank", str(rank), ranks], tmp_path, env) for rank in range(2)])
+    assert said.count("onepass in ") == 3  # the report of each run that isn't stock's
     ours, stock, lora, stock_lora, resumed = (
         list(json.loads((tmp_path / name / "losses.json").read_text()).values())
         for name in ("ours", "stock", "lora", "stock lora", "resumed")
