@@ -62,9 +62,9 @@ def _by_pytorch():
 _stock = {}
 
 
-def stock(kind, folder, **options):
-    """torchtitan's own steps, made once."""
-    key = kind, *options.items()
+def stock(kind, folder, of_context=False, **options):
+    """torchtitan's own steps, made once. of_context: of other weights and lengths."""
+    key = kind, of_context, *options.items()
     if key not in _stock:
         _stock[key] = train(new_config(folder, kind=kind, **options))[0]
     return _stock[key]
@@ -86,7 +86,7 @@ def test_three_steps(names, kind, tmp_path):
         pytest.skip("VarlenAttention needs a GPU")
     found, model = train(new_config(tmp_path, names, kind))
     assert_alike(found, stock("flex" if kind == "varlen" else kind, tmp_path))
-    made = {cls.__name__ for module in model.modules() for cls in type(module).__mro__ if cls.__module__ == OURS}
+    made = {cls.__name__ for module in model.modules() for cls in type(module).__mro__ if cls.__module__.startswith(OURS)}
     classes = ("Norm", "GatedFeedForward", "InterleavedRoPE", *(["DocumentAttention"] if kind == "varlen" else []))
     of_name = dict(zip(NAMES, classes, strict=False)) | {"gqa": "PackedAttention", "block": "Llama3Block"}
     expected = {of_name[name] for name in names if name in of_name} | ({"DocumentAttention"} if kind == "varlen" else set())
@@ -214,11 +214,39 @@ def test_two_ranks_in_eight_bits(case, of_two_ranks):
         assert (ours[:, 0] != stock[:, 0]).all()
 
 
-def test_context_parallelism_is_refused(tmp_path):
-    """Of whole sequences: their inner attention, where torchtitan divides them, is not called."""
-    module = onepass_titan.gqa(new_config(tmp_path, (), "sdpa").model_spec.model.layers[0].attention).build()
-    with pytest.raises(NotImplementedError, match="no context parallelism: leave the override `gqa` off"):
+@pytest.mark.parametrize("case", torchtitan_ranks.CONTEXT)
+def test_context_parallelism(case, of_two_ranks, tmp_path, monkeypatch):
+    """Sequences shared by two ranks, in documents or whole, beside one rank of torchtitan's own code."""
+    spmd, kind, model, _ = torchtitan_ranks.CONTEXT[case]
+    monkeypatch.setattr(torchtitan_runs, "LENGTH", torchtitan_ranks.WHOLE)
+    with torchtitan_runs.drawn_alike():
+        alone = stock(kind, tmp_path, model=model, of_context=True)
+    for found in of_two_ranks:
+        if spmd == "spmd_types":  # nothing sums gradients without FSDP: a rank's are beside a rank's of torchtitan's
+            assert found[case][0][0] == pytest.approx(alone[0][0], rel=2e-6)
+            assert_alike(found[case], found["spmd_types: flex"])
+        else:
+            assert_alike(found[case], alone, norms=1e-5)
+
+
+def test_context_parallelism_of_onepass_s_documents_is_refused(tmp_path, of_two_ranks):
+    for found in of_two_ranks:
+        assert "Variable-length attention CP is not yet supported" in found["partial_dtensor: documents"]
+        assert "Use FlexAttention + CP" in found["spmd_types: documents"]
+    module = onepass_titan.gqa(new_config(tmp_path, (), "varlen").model_spec.model.layers[0].attention).build()
+    with pytest.raises(NotImplementedError, match="no context parallelism: build the model with attn_backend='flex'"):
         module.parallelize(SimpleNamespace(cp=2))
+
+
+@pytest.mark.parametrize("name", ("gqa", "block"))
+def test_flex_attention_stays(name, tmp_path, caplog):
+    """Its masks are functions, which onepass doesn't read: it gets heads that are normed and rotated."""
+    onepass_titan._log_flex.cache_clear()
+    with caplog.at_level("INFO"):
+        found, model = train(new_config(tmp_path, (name, "loss"), model="qwen3"))
+    assert type(model.layers["0"].attention.inner_attention) is attention.FlexAttention
+    assert "FlexAttention stays torchtitan's" in caplog.text
+    assert_alike(found, stock("flex", tmp_path, model="qwen3"))
 
 
 def test_the_command_line():
@@ -614,7 +642,6 @@ REFUSED = [
     ("gqa", of_gqa(rope=Turned.Config(dim=8, max_seq_len=4)), r"rope must be .*Turned"),
     ("gqa", of_gqa(qk_norm=Scaled.Config(normalized_shape=8)), r"qk_norm must be RMSNorm\.Config or NoneType, but is Scaled"),
     ("gqa", of_gqa(kind=GatedAttention), r"GatedAttention\.Config .*GQAttention\.Config alone"),
-    ("gqa", of_gqa(inner_attention=attention.FlexAttention.Config()), r"FlexAttention\.Config .*flex_as_documents"),
     ("block", of_block(deepseek_v3.DeepSeekV3TransformerBlock), r"DeepSeekV3TransformerBlock\.Config .*Llama3.* or Qwen3"),
     ("block", of_block(ffn_norm=Scaled.Config(normalized_shape=8)), r"Scaled\.Config .*RMSNorm\.Config alone"),
     ("gqa", of_block(attention=of_gqa(kind=GatedAttention)), r"GatedAttention\.Config"),

@@ -15,12 +15,12 @@ from integrations import test_torchtitan as titan
 from integrations.test_torchtitan import _by_pytorch, _one_rank  # noqa: F401
 
 from onepass.integrations import torchtitan as onepass_titan
-from onepass.integrations import torchtitan_configs, torchtitan_experts, torchtitan_loss
+from onepass.integrations import torchtitan_attention, torchtitan_configs, torchtitan_experts, torchtitan_loss
 from onepass.testing.mutants import copy_package, mutate
 
 pytestmark = pytest.mark.filterwarnings("default")  # torchtitan's and its dependencies' own
 FOLDER, PATCH = object(), object()  # in the places of tmp_path and monkeypatch
-MODULES = onepass_titan, torchtitan_configs, torchtitan_experts, torchtitan_loss
+MODULES = onepass_titan, torchtitan_attention, torchtitan_configs, torchtitan_experts, torchtitan_loss
 
 
 def steps(*names, kind="sdpa"):

@@ -4,8 +4,10 @@ import contextlib
 import os
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
+from parallel.cpu_ring import known_to_cpus
 from parallel.meeting import join
 
 import onepass
@@ -24,6 +26,34 @@ CASES = {  # how the ranks share, and whether they compile; with each set of ove
 }
 EP = {"spmd_backend": "partial_dtensor", "expert_parallel_degree": 2}
 OF_EXPERTS = {"ep": EP, "tp and ep": EP | TP, "experts, fsdp": CASES["fsdp"][0], "experts, tp, sp": CASES["tp, sp"][0]}
+
+WHOLE = 256  # tokens of a sequence that ranks share: FlexAttention's masks are of blocks of 128
+CONTEXT = {  # the backend, torchtitan's attention, the model, and the overrides
+    "flex": ("partial_dtensor", "flex", "llama3", ("block", "loss")),
+    "flex, parts": ("partial_dtensor", "flex", "llama3", ("norm", "feed_forward", "complex_rope", "loss")),
+    "sdpa": ("partial_dtensor", "sdpa", "llama3", ("block", "loss")),
+    "flex, norms of heads": ("partial_dtensor", "flex", "qwen3", ("block", "loss")),
+    "spmd_types: flex": ("spmd_types", "flex", "llama3", ()),
+    "spmd_types: flex, block": ("spmd_types", "flex", "llama3", ("block", "loss")),
+}
+
+
+def shared_sequences(runs, ranks, folder):
+    """Return the steps of each case of context parallelism, and the words with which others are refused."""
+    found = {}
+    with pytest.MonkeyPatch.context() as monkeypatch, known_to_cpus(), onepass.use_backend("torch"):
+        monkeypatch.setattr(runs, "LENGTH", WHOLE)
+        for case, (spmd, kind, model, names) in CONTEXT.items():
+            config = runs.new_config(folder, names, kind, 1, model, spmd_backend=spmd, context_parallel_degree=ranks)
+            with runs.without_fsdp() if spmd == "spmd_types" else runs.drawn_alike():
+                found[case] = runs.train(config)[0]
+        for spmd in ("partial_dtensor", "spmd_types"):
+            config = runs.new_config(folder, (), "flex", 1, spmd_backend=spmd, context_parallel_degree=ranks)
+            config.override.imports = [(f"{runs.OURS}.block", {"flex_as_documents": True})]
+            with pytest.raises(NotImplementedError) as refused:
+                runs.train(config)
+            found[f"{spmd}: documents"] = str(refused.value)
+    return found
 
 
 def run(rank, ranks, folder, backend):
@@ -48,5 +78,6 @@ def run(rank, ranks, folder, backend):
             config = runs.with_experts(runs.new_config(folder, names, "sdpa", shared, "qwen3", **parallelism))
             with onepass.use_backend("torch"):
                 found[case, names] = runs.train(config)[0]
+    found |= shared_sequences(runs, ranks, folder)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

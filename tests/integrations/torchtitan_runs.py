@@ -10,6 +10,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torchtitan.tools import utils
 
@@ -171,6 +173,7 @@ def on_cpu():
         stack.enter_context(patch.object(fsdp, "disable_fsdp_gradient_division", by_sums))
         stack.enter_context(patch.object(attention.FlexAttention, "compiled_flex_attn", staticmethod(dense)))
         stack.enter_context(patch.object(attention, "_compiled_create_block_mask", create_block_mask))
+        stack.enter_context(patch.object(_attention, "_compiled_create_block_mask", create_block_mask))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # as its init_distributed has it
         stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=torch._dynamo.config.capture_scalar_outputs))
         stack.callback(gc.enable)
@@ -183,15 +186,23 @@ def without_fsdp():
     """Under spmd_types FSDP2 takes parameters over several ranks from a PyTorch newer than 2.13 on. Without it weights are drawn
     by parts."""
 
+    with drawn_alike(), patch.object(parallelize, "apply_fsdp_to_decoder", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def drawn_alike():
+    """Draw the same weights whatever the ranks share, but for those of which each has a part as a plain tensor."""
+
     def draw(self, name, parameter):
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+        drawn = 0.05 * drawn + (parameter.dim() == 1)
+        if isinstance(parameter, DTensor):
+            drawn = distribute_tensor(drawn, parameter.device_mesh, parameter.placements, src_data_rank=None)
         with torch.no_grad():
-            parameter.copy_(0.05 * drawn + (parameter.dim() == 1))
+            parameter.copy_(drawn)
 
-    with (
-        patch.object(parallelize, "apply_fsdp_to_decoder", lambda *_, **__: None),
-        patch.object(Module, "_init_param", draw),
-    ):
+    with patch.object(Module, "_init_param", draw):
         yield
 
 

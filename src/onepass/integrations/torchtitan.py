@@ -12,7 +12,7 @@ Under spmd_types, torchtitan's default, modules see plain tensors; under partial
 
 from __future__ import annotations
 
-from abc import ABCMeta
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ try:
         QKVLinear,
         ScaledDotProductAttention,
         VarlenAttention,
-        VarlenMetadata,
     )
     from torchtitan.models.common.decoder import TransformerBlock
     from torchtitan.models.common.feed_forward import FeedForward
@@ -52,8 +51,9 @@ try:
     from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
     from torchtitan.models.llama3.model import Llama3TransformerBlock
     from torchtitan.models.qwen3.model import Qwen3TransformerBlock
-    from torchtitan.protocols.module import Module
+    from torchtitan.tools.logging import logger
 
+    from onepass.integrations.torchtitan_attention import DocumentAttention, InnerAttention
     from onepass.integrations.torchtitan_experts import OF_EXPERTS, SortedExperts
     from onepass.integrations.torchtitan_loss import LinearCrossEntropyLoss
 except ImportError as error:
@@ -264,58 +264,6 @@ def cos_sin_rope(config: Any) -> Any:
 # ---- attention ----
 
 
-class DocumentAttention(VarlenAttention):
-    """Attention within documents, in a window or not."""
-
-    Config = new_config("DocumentAttention", VarlenAttention)
-
-    def __init__(self, config: Any) -> None:
-        super(VarlenAttention, self).__init__()  # VarlenAttention's own chooses a FlashAttention
-        before, after = (None if keys < 0 else keys for keys in config.window_size)
-        self.causal = after == 0
-        self.window = (None if before is None else before + 1) if self.causal else (before, after)
-
-    def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, scale: float | None = None, **options: Any
-    ) -> Tensor:  # fmt: skip
-        return _attend(q_BLNH, k_BLNH, v_BLNH, options, scale=scale, **self.sees(attention_masks))
-
-    def sees(self, attention_masks: Any) -> dict[str, Any]:
-        """Return the options of `onepass.attention` that say which keys a query sees."""
-        if not isinstance(attention_masks, VarlenMetadata):
-            raise TypeError(f"attention_masks must be VarlenMetadata, but is {type(attention_masks).__qualname__}")
-        return {"causal": self.causal, "window": self.window, "cu_seqlens": attention_masks.cu_seq_q}
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, others: dict[str, Any], *, cu_seqlens: Tensor | None = None, **options: Any
-) -> Tensor:  # fmt: skip
-    """Return y [B, L, heads, D]. q, k and v are copied into one tensor: a read and a write of each."""
-    others = {name: value for name, value in others.items() if name != "enable_gqa" and value is not None}
-    if others:
-        raise NotImplementedError(f"onepass's attention knows no {', '.join(others)}: leave the override `attention` off")
-    if isinstance(q, DTensor) or q.shape[1] != k.shape[1]:
-        raise NotImplementedError("onepass's attention knows no context parallelism: leave the override `attention` off")
-    if q.shape[-1] != v.shape[-1]:
-        raise NotImplementedError(
-            f"onepass's attention needs heads of one size, but q's have {q.shape[-1]} and v's {v.shape[-1]}: leave the override "
-            "`attention` off"
-        )
-    heads, groups, qkv = q.shape[2], k.shape[2], torch.cat([q, k, v], 2).flatten(2)
-    if cu_seqlens is not None:
-        qkv = qkv.flatten(0, 1)[None]
-    y = attend(qkv, heads, groups, cu_seqlens=cu_seqlens, deterministic=False, **options)
-    return y.view(q.shape)
-
-
-class InnerAttention(Module.Config, metaclass=ABCMeta):
-    """All of torchtitan's, for `attention` to take or refuse."""
-
-
-for _stock in (VarlenAttention, ScaledDotProductAttention, FlexAttention):
-    InnerAttention.register(_stock.Config)
-
-
 @override(target=InnerAttention, description="onepass.attention")
 def attention(config: Any, *, flex_as_documents: bool = False) -> Any:
     """flex_as_documents: the promise that each layer's mask is causal, within documents, and has no window.
@@ -330,28 +278,46 @@ def _inner(name: str, config: Any, flex_as_documents: bool) -> Any:
     if type(config) is ScaledDotProductAttention.Config:
         return config
     if type(config) is FlexAttention.Config and not flex_as_documents:
-        why = "its masks are functions. Build the model with attn_backend='varlen'; or, if each layer's mask is causal, within "
-        refuse(name, config, f'{why}documents, and has no window, say {name}={{"flex_as_documents": true}}')
+        refuse(name, config, f"its masks are functions. Build the model with attn_backend='varlen'; or, {_AS_DOCUMENTS}")
     return derive(config, DocumentAttention.Config)
 
 
 # ---- gqa ----
 
+_AS_DOCUMENTS = 'if each layer\'s mask is causal, within documents, and has no window, say {"flex_as_documents": true}'
+
+
+@cache
+def _log_flex() -> None:
+    logger.info(f"onepass: FlexAttention stays torchtitan's, as its masks are functions; {_AS_DOCUMENTS}")
+
 
 class PackedAttention(GQAttention):
-    """Takes the projection of q, k and v as it is: the rotation, and the norms of heads, are attention's."""
+    """Takes the projection of q, k and v as it is: the rotation, and the norms of heads, are attention's.
+
+    FlexAttention, and SDPA over context-parallel ranks, are torchtitan's, and get what is rotated.
+    """
 
     Config = new_config("PackedAttention", GQAttention)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.by_group = isinstance(self.qkv_linear, FusedQKVLinear)
-        self.interleaved = isinstance(self.rope, ComplexRoPE)
+        self.interleaved, self.over_ranks = isinstance(self.rope, ComplexRoPE), False
 
     def parallelize(self, parallel_dims: Any) -> None:
-        if parallel_dims.cp > 1:
-            raise NotImplementedError("onepass's attention knows no context parallelism: leave the override `gqa` off")
+        self.over_ranks = parallel_dims.cp > 1
+        if self.over_ranks and isinstance(self.inner_attention, DocumentAttention):
+            raise NotImplementedError(
+                "onepass's attention of documents knows no context parallelism: build the model with attn_backend='flex' and "
+                "without flex_as_documents, so that attention is torchtitan's"
+            )
         super().parallelize(parallel_dims)
+
+    def _is_inner(self) -> bool:
+        """Whether attention is torchtitan's, which under partial_dtensor wraps a module's forward for context parallelism."""
+        wrapped = not self._parallelized and "forward" in self.inner_attention.__dict__
+        return self.over_ranks or wrapped or isinstance(self.inner_attention, FlexAttention)
 
     def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None, *, norm: Any = None) -> Tensor:
         """With a norm: of norm(x)."""
@@ -365,6 +331,8 @@ class PackedAttention(GQAttention):
         if self.q_norm is not None and self.k_norm is not None:
             options |= {"q_weight": _shared(self.q_norm.weight), "k_weight": _shared(self.k_norm.weight), "eps": self.q_norm.eps}
         tables = self._tables(local.shape[1], positions)
+        if self._is_inner():
+            return self.wo(self._by_inner(qkv, local, tables, groups, attention_masks))  # type: ignore[no-any-return]
         if isinstance(self.inner_attention, DocumentAttention):
             options |= self.inner_attention.sees(attention_masks)
             tables = [table.expand(local.shape[0], -1, -1).flatten(0, 1)[None] for table in tables]
@@ -377,6 +345,23 @@ class PackedAttention(GQAttention):
         if isinstance(qkv, DTensor):
             y = DTensor.from_local(y, qkv.device_mesh, qkv.placements, run_check=False)
         return self.wo(y)  # type: ignore[no-any-return]
+
+    def _by_inner(self, qkv: Any, local: Tensor, tables: list[Tensor], groups: int, attention_masks: Any) -> Any:
+        """Return what torchtitan's attention makes of this rank's q, k and v, with a head after another."""
+        D, shared = self.head_dim, self.n_heads // self.n_kv_heads
+        if self.by_group:
+            parts: Any = local.unflatten(-1, (groups, -1, D)).split((shared, 1, 1), 3)
+        else:
+            parts = local.split((shared * groups * D, groups * D, groups * D), -1)
+        q, k, v = (part.reshape(*local.shape[:2], -1, D) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (rms_norm(x, _shared(norm.weight), norm.eps) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        q, k = rope(q, k, *tables, interleaved=self.interleaved)
+        heads = [q, k, v]
+        if isinstance(qkv, DTensor):
+            heads = [DTensor.from_local(x, qkv.device_mesh, [Shard(2)], run_check=False) for x in heads]
+        y: Any = self.inner_attention(*heads, attention_masks=attention_masks, scale=self.scaling, enable_gqa=self.enable_gqa)
+        return y.contiguous().flatten(2)
 
     def _tables(self, length: int, positions: Tensor | None) -> list[Tensor]:
         """Return cos and sin of the positions: [length, R/2], or [rows, length, R/2]."""
@@ -407,7 +392,11 @@ def gqa(config: Any, *, flex_as_documents: bool = False, precision: Precision = 
     layers = {name: getattr(config.qkv_linear, name) for name in ("wqkv", "wq", "wkv") if hasattr(config.qkv_linear, name)}
     _check_plain("gqa", precision, config, wo=config.wo, **layers)
     layers = {name: _with_precision(layer, precision) for name, layer in layers.items()}
-    inner, wo = _inner("gqa", config.inner_attention, flex_as_documents), _with_precision(config.wo, precision)
+    inner, wo = config.inner_attention, _with_precision(config.wo, precision)
+    if type(inner) is FlexAttention.Config and not flex_as_documents:
+        _log_flex()
+    else:
+        inner = _inner("gqa", inner, flex_as_documents)
     qkv_linear = derive(config.qkv_linear, type(config.qkv_linear), **layers)
     return derive(config, PackedAttention.Config, inner_attention=inner, qkv_linear=qkv_linear, wo=wo)
 

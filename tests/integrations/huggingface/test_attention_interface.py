@@ -113,7 +113,7 @@ def test_in_fp64(kind, attended):
 
 def test_by_kernels_a_document_has_its_own_bits():
     q, k, v = (torch.randn(1, heads, 12, 16).bfloat16().requires_grad_() for heads in (4, 2, 2))
-    module, dy = SimpleNamespace(is_causal=True), torch.randn(1, 12, 4, 16).bfloat16()
+    module, dy = SimpleNamespace(is_causal=True, training=True), torch.randn(1, 12, 4, 16).bfloat16()
 
     def attend(first, end, **options):
         parts = [x.detach()[:, :, first:end].requires_grad_() for x in (q, k, v)]
@@ -399,7 +399,7 @@ def test_holes_that_nobody_looks_for_are_nan(monkeypatch):
 
 def attend(mask=None, tokens=6, keys=6, **options):
     q, k = torch.randn(2, 4, tokens, 8), torch.randn(2, 2, keys, 8)
-    return attention_interface.onepass_attention_forward(SimpleNamespace(is_causal=True), q, k, k, mask, **options)
+    return attention_interface.onepass_attention_forward(SimpleNamespace(is_causal=True, training=True), q, k, k, mask, **options)
 
 
 class Softcapped(torch.nn.Module):

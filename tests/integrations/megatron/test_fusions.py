@@ -313,3 +313,32 @@ def test_what_rope_refuses():
             rope_utils.fused_apply_rotary_pos_emb(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4), start_positions=True)
     finally:
         installed.undo()
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_rope_of_documents_over_context_parallel_ranks(interleaved):
+    """Each rank's two parts of each document beside Megatron's unfused path; cu_seqlens counts whole documents."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    empty = [] if interleaved else [12]  # a document, whose neighbours Megatron can't turn
+    ends, changed = (torch.tensor(sorted([*each, *empty]), dtype=torch.int32) for each in ([0, 12, 36, 48], [0, 12, 24, 48]))
+    freqs, installed = freqs_of(H // 2, interleaved, 24), megatron.install()
+    try:
+        for size in (2, 3):
+            for rank in range(size):
+                group = types.SimpleNamespace(size=lambda size=size: size, rank=lambda rank=rank: rank)
+                for ends_now in (ends, changed, ends):
+                    t = torch.randn(48 // size, 2, H, requires_grad=True)
+                    found = rope_utils.fused_apply_rotary_pos_emb_thd(t, ends_now, freqs, size, rank, interleaved)
+                    expected = rope_utils._apply_rotary_pos_emb_thd(t, ends_now, freqs, interleaved, cp_group=group)
+                    dy = torch.randn(found.shape)
+                    torch.testing.assert_close(found, expected)
+                    torch.testing.assert_close(*(torch.autograd.grad(y, t, dy)[0] for y in (found, expected)))
+        ends.copy_(changed)  # in place: the positions are made anew
+        found = rope_utils.fused_apply_rotary_pos_emb_thd(t, ends, freqs, size, rank, interleaved)
+        torch.testing.assert_close(found, rope_utils._apply_rotary_pos_emb_thd(t, ends, freqs, interleaved, cp_group=group))
+        odd = torch.tensor([0, 6, 12, 32], dtype=torch.int32)  # 6 tokens have no four parts, 12 and 20 have
+        wrong = rope_utils.fused_apply_rotary_pos_emb_thd(torch.randn(16, 2, H), odd, freqs, 2, 0, interleaved)[..., 0].isnan()
+        assert wrong.all(1).tolist() == [i < 6 for i in range(16)]
+    finally:
+        installed.undo()

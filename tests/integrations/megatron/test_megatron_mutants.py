@@ -67,6 +67,7 @@ def as_stock(name):
     return test_fusions.test_as_stock, name, torch.float32
 
 
+CONTEXT = test_fusions.test_rope_of_documents_over_context_parallel_ranks, False
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the test that must fail
     "the clamp forgotten": (FUSIONS, "bias_swiglu_impl", "clamp=clamp_value", "clamp=None", (test_fusions.test_fp8_store_and_clamp_after_the_bias,)),
     "fp8 and offload both": (FUSIONS, "_save", "if fp8 and offload", "if not fp8 and offload", (test_fusions.test_fp8_store_and_clamp_after_the_bias,)),
@@ -77,7 +78,10 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
     "relu not squared": (FUSIONS, "weighted_squared_relu_impl", '"squared_relu"', '"relu"', as_stock("squared_relu")),
     "halves for neighbours": (FUSIONS, "fused_apply_rotary_pos_emb", "interleaved=interleaved)", "interleaved=False)", as_stock("rope, neighbours")),
     "cosines for sines": (FUSIONS, "table_pair", "angles.cos(), angles.sin()", "angles.sin(), angles.cos()", as_stock("rope")),
-    "positions go on over documents": (FUSIONS, "fused_apply_rotary_pos_emb_thd", "cu_seqlens=cu_seqlens.to(torch.int32)", "cu_seqlens=None", as_stock("rope of documents")),
+    "positions go on over documents": (FUSIONS, "fused_apply_rotary_pos_emb_thd", "cu_seqlens=ends", "cu_seqlens=None", as_stock("rope of documents")),
+    "a rank's parts side by side": (FUSIONS, "_positions_of_parts", "2 * cp_size - 2 - cp_rank", "cp_rank", CONTEXT),
+    "positions of other documents": (FUSIONS, "_positions_of_parts", "cp_rank, None if ends.is_inference() else ends._version", "cp_rank", CONTEXT),
+    "lengths without mirror images": (FUSIONS, "fused_apply_rotary_pos_emb_thd", ".masked_fill(wrong, torch.nan)", "", CONTEXT),
     "heads turned lie by sequence": (FUSIONS, "fused_apply_rotary_pos_emb", "else rotated", "else rotated.transpose(0, 1).contiguous().transpose(0, 1)", as_stock("rope")),
     "start_positions ignored": (FUSIONS, "fused_apply_rotary_pos_emb", "start_positions is not None", "False", (test_fusions.test_what_rope_refuses,)),
     "dropout without the bias": (FUSIONS, "bias_dropout_add", "bias=bias, training", "bias=None, training", as_stock("dropout")),

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.integrations.huggingface.attention_masks import Sight, onepass_mask, sight_of
+from onepass.integrations.huggingface.context_parallel import spread_of
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows
 from onepass.integrations.huggingface.interfaces import attend_heads
 from onepass.integrations.huggingface.rotation import globals_with
@@ -69,12 +70,14 @@ def onepass_attention_forward(
     """Return y [B, tokens, heads, D] of query [B, heads, tokens, D]; key and value have the groups.
 
     options: what else a model passes on, of which dropout, position_ids and the boundaries of documents are read. A window is the
-    marker's: where transformers makes no mask, as for a short prompt, it hides nothing.
+    marker's, or without a mask sliding_window.
 
     Raises:
         ValueError: the call has something that neither `onepass.attention` nor sdpa computes, or documents in two ways.
     """
     _check_options(options)
+    if (spread := spread_of(module, NAME)) is not None:
+        spread.check_attention(NAME, None, query.shape[2])
     rows, tokens = query.shape[0], query.shape[2]
     taken: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -84,6 +87,9 @@ def onepass_attention_forward(
     sight = sight_of(attention_mask)
     if sight is None and attention_mask is None and aligned:
         sight = Sight(causal)
+        if causal and tokens > 1:  # as flash attention has them: Ulysses gives no masks
+            documents = _documents_by_positions(query, options.get("position_ids"), rows, tokens)
+            sight = sight._replace(window=options.get("sliding_window"), documents=documents)
     given = options.get("cu_seq_lens_q") is not None
     if sight is None:
         mask = _checked_mask(attention_mask)
@@ -101,7 +107,9 @@ def onepass_attention_forward(
             raise ValueError("cu_seq_lens_q must not be given with an attention_mask that hides tokens")
         sight = sight._replace(documents=_documents_given(options, query, aligned))
     elif sight.documents is None and sight.causal and attention_mask is not None:
-        sight = sight._replace(documents=_documents_by_positions(attention_mask, options.get("position_ids"), tokens))
+        positions = options.get("position_ids")
+        if isinstance(positions, Tensor) and positions.shape == (1, tokens):
+            sight = sight._replace(documents=_documents_by_positions(attention_mask, positions, rows, tokens))
     documents = sight.documents
     sizes = key.shape[-1] == query.shape[-1] >= value.shape[-1]
     if position_bias is None and sizes and _takes(module, query, key, sight):
@@ -159,17 +167,19 @@ def _documents_given(options: dict[str, Any], query: Tensor, aligned: bool) -> T
         raise ValueError(f"{wrong}: {why}") from None
 
 
-def _documents_by_positions(marker: Tensor, position_ids: Any, tokens: int) -> Tensor | None:
-    """Return the boundaries in one row whose positions begin again, as transformers looks for them with flash attention.
+def _documents_by_positions(keeper: Tensor, position_ids: Any, rows: int, tokens: int) -> Tensor | None:
+    """Return the boundaries in rows whose positions begin again, as transformers looks for them with flash attention.
 
-    transformers' masks don't part documents where there is a cache. The host waits once: the marker keeps what was found.
+    transformers' masks don't part documents where there is a cache. The host waits once for a keeper, a marker or q, which keeps
+    what was found.
     """
-    if not isinstance(position_ids, Tensor) or position_ids.shape != (1, tokens) or not can_count(position_ids):
+    shapes = (1, tokens), (rows, tokens)
+    if not isinstance(position_ids, Tensor) or position_ids.shape not in shapes or not can_count(position_ids):
         return None
-    known = getattr(marker, "_onepass_documents", None)
+    known = getattr(keeper, "_onepass_documents", None)
     if known is None or known[0] is not position_ids:
-        known = position_ids, documents_of_rows(position_ids, 1, tokens, marker.device, padding=False)
-        marker._onepass_documents = known  # type: ignore[attr-defined]
+        known = position_ids, documents_of_rows(position_ids, rows, tokens, keeper.device, padding=False)
+        keeper._onepass_documents = known  # type: ignore[attr-defined]
     return known[1]
 
 

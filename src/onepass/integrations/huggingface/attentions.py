@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.gradients.places import parts_of
+from onepass.integrations.huggingface.attention_interface import NAME
 from onepass.integrations.huggingface.attention_trials import (
     FusedAttention,
     as_one_op,
@@ -26,6 +27,7 @@ from onepass.integrations.huggingface.attention_trials import (
     norm_at,
     roles_of,
 )
+from onepass.integrations.huggingface.context_parallel import Spread, spread_of
 from onepass.integrations.huggingface.interfaces import (
     INTERFACES,
     InterfaceCall,
@@ -120,6 +122,13 @@ class AttentionMatch:
 
     def change(self) -> str | None:
         return self.snapshot.change(self.module) or (None if self.projections is None else self.projections.change())
+
+    def check_spread(self, spread: Spread, tokens: int) -> None:
+        """Raise where attention over ranks would see other keys than this module's."""
+        module: Any = self.module
+        implementation = module.config._attn_implementation
+        windows = (self.reach.chunk, None if implementation == NAME else self.reach.window)
+        spread.check_attention(implementation, min((size for size in windows if size is not None), default=None), tokens)
 
     # ---- the module's own code ----
 
@@ -346,9 +355,12 @@ def _rows(
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: FoldedNorm | None = None, **options: Any) -> Any:
     match: AttentionMatch = self._onepass
+    spread = spread_of(self, self.config._attn_implementation)
+    if spread is not None:
+        match.check_spread(spread, hidden_states.shape[1])
     if match.interface is None and masks_nothing(options.get("attention_mask")):
         options["attention_mask"] = None
-    if match.suits(hidden_states, args, options, onepass_folded):
+    if spread is None and match.suits(hidden_states, args, options, onepass_folded):
         return match.at_once(hidden_states, options, onepass_folded)
     if match.whole is not None and invariant() and not torch.compiler.is_compiling():
         warnings.warn(_OWN_BITS, stacklevel=2)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.context_parallel import spread_of
 from onepass.integrations.huggingface.documents import chunk_count, chunks_of
 from onepass.integrations.huggingface.probe import close
 from onepass.integrations.huggingface.query_factors import QueryFactor
@@ -116,6 +117,10 @@ class Interfaces:
         function = self._stock.get_interface(name, default)
 
         def call(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, *args: Any, **options: Any) -> Any:
+            if spread_of(module, name) is not None:  # what a marker says has been checked
+                window = module._onepass.reach.window
+                options |= {} if window is None else {"sliding_window": window}
+                return function(module, q, k, v, None if is_marker(attention_mask) else attention_mask, *args, **options)
             if not is_marker(attention_mask):
                 return function(module, q, k, v, attention_mask, *args, **options)
             documents, window = module._onepass.reach.of(attention_mask, q, q.shape[2])

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.context_parallel import spread_of
 from onepass.integrations.huggingface.linear_layers import is_conv1d, is_lora, lora_of
 from onepass.integrations.huggingface.loss_trial import CROSS_ENTROPY, OPTIONS, LossCode, LossKind, find_loss_code
 from onepass.integrations.huggingface.patches import AppliedRow, Patches, wrapped_by
@@ -230,6 +231,8 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None:
             return type(self).forward(self, *args, **kwargs)
         labels = args[shared.place] if len(args) > shared.place else kwargs.get("labels")
+        if labels is not None:
+            _check_shifted(self, shared, kwargs)
         if labels is None or not _without_logits(self, shared, kwargs):
             return type(self).forward(self, *args, **kwargs)
         if shared.caches and len(args) <= shared.place and not kwargs.keys() & _ABOUT_CACHES:
@@ -246,6 +249,15 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
     del forward.__wrapped__  # accelerate follows it to remove its own wrappers, and would remove this one
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
+
+
+def _check_shifted(model: Any, shared: _HeadState, options: dict[str, Any]) -> None:
+    """Raise where the last token's label lies on another rank."""
+    shifts_itself = shared.code.kind is LossKind.INLINE
+    given = shared.code.kind is not LossKind.CAUSAL or options.get("shift_labels") is not None
+    if (shifts_itself or not given) and (spread := spread_of(model)) is not None:
+        what = "labels must not be given to a model that shifts them itself" if shifts_itself else "shift_labels must be given"
+        raise ValueError(f"{what} where {spread.by} spreads sequences over ranks: a token's label may lie on another")
 
 
 def _call_of(labels: Tensor, options: dict[str, Any], kind: LossKind) -> _HeadCallState:

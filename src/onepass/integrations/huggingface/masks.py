@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.integrations.huggingface.attention_interface import NAME
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
+from onepass.integrations.huggingface.context_parallel import Spread, spread_of
 from onepass.integrations.huggingface.document_trials import LENGTHS_OF_Q, mixers_in, parts_documents
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
 from onepass.integrations.huggingface.interfaces import NOTHING, KeyRange, documents_of, marker_of, masks_nothing
@@ -101,10 +103,13 @@ class Stack:
     def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         """Return the marker for this call, or None where it is left to transformers."""
         inputs = self._given(args, options)
+        spread = spread_of(stack, stack.config._attn_implementation)
+        if spread is not None:
+            self._check_spread(spread, inputs)
         try:
             if not self._intact(stack) or _MASK in self.names[: len(args)]:
                 return None
-            return self._marker(stack, inputs)
+            return self._marker(stack, inputs) if spread is None else NOTHING
         except Refused as reason:
             if not torch.compiler.is_compiling():
                 self.refused[str(reason)] = None
@@ -120,6 +125,11 @@ class Stack:
         if not (stack.training and torch.is_grad_enabled() and packed) and not invariant():
             return False
         return all(given.get(name) is None for name in _CACHE)
+
+    def _check_spread(self, spread: Spread, inputs: dict[str, Any]) -> None:
+        """Raise where what one rank of several has of the batch can't be computed there."""
+        x = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        spread.check_batch(x, inputs, parts_documents=self.by == NAME)
 
     def _given(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.names, args)), **options}  # noqa: B905  (PyTorch 2.9's compiler takes strict=False for True)

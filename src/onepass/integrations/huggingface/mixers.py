@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attention_trials import TOKENS, random_like
+from onepass.integrations.huggingface.context_parallel import check_whole_sequences
 from onepass.integrations.huggingface.convolutions import CONVOLUTION, convolution_of, is_causal_convolution
 from onepass.integrations.huggingface.delta_mixers import DeltaMixer, find_delta_mixer
 from onepass.integrations.huggingface.delta_rules import DELTA_RULE, delta_rule_of, is_delta_rule
@@ -185,6 +186,7 @@ def _stand_in(child: nn.Module, outputs: int | None) -> Any:
 
 
 def _forward(self: Any, *args: Any, onepass_folded: FoldedNorm | None = None, **options: Any) -> Any:
+    check_whole_sequences(self)
     match: MixerMatch = self._onepass
     if onepass_folded is None:
         return match.by_original(*args, **options)
@@ -195,6 +197,7 @@ def _forward(self: Any, *args: Any, onepass_folded: FoldedNorm | None = None, **
 
 
 def _whole_forward(self: Any, hidden_states: Tensor, *args: Any, onepass_folded: FoldedNorm | None = None, **options: Any) -> Any:
+    check_whole_sequences(self)
     whole: DeltaMixer = self._onepass.whole
     if whole.suits(hidden_states, args, options):
         return whole(hidden_states, options, onepass_folded)

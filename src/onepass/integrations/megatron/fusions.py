@@ -14,7 +14,7 @@ from onepass.ops.dropout.dropout_add import dropout_add
 from onepass.ops.loss.cross_entropy import cross_entropy
 from onepass.ops.loss.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
 
-_TABLES = "_onepass_tables"  # attribute of freqs
+_TABLES, _POSITIONS = "_onepass_tables", "_onepass_positions"  # attributes of freqs, and of cu_seqlens
 
 
 def _save(fp8: bool, offload: bool = False) -> str:
@@ -135,16 +135,40 @@ def fused_apply_rotary_pos_emb_thd(
     t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False,
     start_positions: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Rotate packed t ``[tokens, heads, d]``: positions begin anew with each document."""
-    if cp_size > 1:
-        raise NotImplementedError(
-            f"context_parallel_size must be 1 with apply_rope_fusion and packed sequences, but is {cp_size}"
-        )
+    """Rotate packed t ``[tokens, heads, d]``: positions begin anew with each document.
+
+    Over context-parallel ranks t has two parts of each document of cu_seqlens, which counts whole ones.
+    """
     if start_positions is not None:
         raise NotImplementedError("start_positions must not be given: onepass's rope does not take it")
     cos, sin = table_pair(freqs, interleaved, freqs.shape[0])
-    rotated, _ = rope(t[None], t[None, :, :0], cos, sin, interleaved=interleaved, cu_seqlens=cu_seqlens.to(torch.int32))
+    ends: Tensor | None = cu_seqlens.to(torch.int32)
+    if cp_size > 1:
+        at, wrong = _positions_of_parts(cu_seqlens, t.shape[0], cp_size, cp_rank)
+        cos, sin, ends = cos[at], sin[at].masked_fill(wrong, torch.nan), None
+    rotated, _ = rope(t[None], t[None, :, :0], cos, sin, interleaved=interleaved, cu_seqlens=ends)
     return rotated[0]
+
+
+def _positions_of_parts(ends: Tensor, tokens: int, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+    """Return each token's position in its document, of whose 2 cp_size parts this rank has one, and its mirror image.
+
+    Also whether the document's length is no multiple of 2 cp_size. Nothing is read by the host. cu_seqlens carries both to the
+    next call.
+    """
+    made: dict[Any, tuple[Tensor, Tensor]] = vars(ends).setdefault(_POSITIONS, {})
+    key = tokens, cp_size, cp_rank, None if ends.is_inference() else ends._version
+    if key in made:
+        return made[key]
+    token = torch.arange(tokens, device=ends.device)
+    document = torch.searchsorted(ends[1:] // cp_size, token, right=True).clamp_(max=ends.shape[0] - 2)
+    length, offset = ends.diff()[document], token - ends[document] // cp_size
+    part, wrong = length // (2 * cp_size), (length % (2 * cp_size) != 0) | (token >= ends[-1] // cp_size)
+    at = offset + torch.where(offset >= part, 2 * cp_size - 2 - cp_rank, cp_rank) * part
+    found = at.masked_fill(wrong, 0), wrong[:, None]
+    if not (ends.is_cuda and torch.cuda.is_current_stream_capturing()):
+        made[key] = found
+    return found
 
 
 def table_pair(freqs: Tensor, interleaved: bool, length: int) -> tuple[Tensor, Tensor]:

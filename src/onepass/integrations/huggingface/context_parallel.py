@@ -1,0 +1,161 @@
+"""Whether other code has spread each sequence over ranks, so that a rank's attention alone would see its own tokens only.
+
+    a ring   PyTorch's `context_parallel` (accelerate's cp_size) stands in for `F.scaled_dot_product_attention`
+    Ulysses  DeepSpeed (accelerate's sp_size) wraps one of transformers' attention functions; verl wraps flash attention's
+
+Attention then runs through them. What needs the tokens before it in another way, or documents that nobody parts, raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from onepass.ops.loss.kept_rows import can_count
+from onepass.runtime.batch_invariance import refuse
+
+_SDPA = torch._C._nn.scaled_dot_product_attention
+RING = "PyTorch's context_parallel"
+_VERL = "verl.utils.ulysses"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Who spreads sequences over ranks, and which part is here, as far as it is known."""
+
+    by: str
+    rank: int | None = None
+    size: int | None = None
+
+    @property
+    def is_ring(self) -> bool:
+        return self.by == RING
+
+    def check_attention(self, implementation: str, kept: int | None, tokens: int) -> None:
+        """Raise where attention of this implementation, which sees `kept` keys or all, doesn't come by other ranks' tokens."""
+        if implementation != "onepass":
+            refuse(f"attention over ranks by {self.by}", "its kernels are not onepass's")
+        if self.is_ring and implementation != "sdpa":
+            raise ValueError(f'attn_implementation must be "sdpa" under {RING}, but is {implementation!r}')
+        if self.by == _VERL:
+            raise ValueError(
+                "attn_implementation must be flash attention under verl's ulysses_sequence_parallel_size, wrapping no other, "
+                f"but is {implementation!r}"
+            )
+        if kept is not None and (self.size is None or kept < tokens * self.size):
+            raise NotImplementedError(
+                f"attention over ranks by {self.by} sees whole sequences, but this layer's must see windows or chunks of {kept}"
+            )
+
+    def check_batch(self, x: Tensor, inputs: dict[str, Any], parts_documents: bool) -> None:
+        """Raise where positions aren't those of one sequence a row, or a mask hides tokens before others.
+
+        x: has the rows' tokens in its first two dimensions. parts_documents: whether attention parts them by their positions.
+        """
+        if inputs.get("cu_seq_lens_q") is not None:
+            raise ValueError(f"cu_seq_lens_q must be None where {self.by} spreads sequences over ranks: give position_ids")
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        if not isinstance(positions, Tensor):
+            raise ValueError(f"position_ids must be given where {self.by} spreads sequences over ranks: not each begins at 0")
+        if torch.compiler.is_compiling():
+            return
+        if not can_count(positions):
+            raise RuntimeError(f"position_ids must be readable under {self.by}: not in a CUDA graph or a function transform")
+        wrong = [torch.zeros((), dtype=torch.bool, device=x.device)] * 2
+        if not parts_documents:
+            wrong[0] = ~torch.stack([(positions == each).all() for each in self._orders(x, positions)]).any()
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            wrong[1] = ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any()
+        documents, holes = torch.stack([each.to(x.device) for each in wrong]).tolist()
+        if documents:
+            raise ValueError(
+                f"position_ids must count one sequence a row under {self.by}, whose attention parts no documents, but they begin "
+                "again, or elsewhere than this rank's tokens do"
+            )
+        if holes:
+            raise ValueError(f"attention_mask must hide no token before one that it keeps under {self.by}, which reads no mask")
+
+    def _orders(self, x: Tensor, positions: Tensor) -> list[Tensor]:
+        """Return the positions that this rank's tokens may have: in a row, or a ring's first part and its mirror image."""
+        tokens = torch.arange(x.shape[1], device=positions.device)
+        if self.rank is None or self.size is None:
+            return [positions[..., :1] + tokens]
+        orders, half = [self.rank * x.shape[1] + tokens], x.shape[1] // 2
+        if self.is_ring and 2 * half == x.shape[1]:
+            first = torch.where(tokens < half, self.rank, 2 * self.size - 2 - self.rank)
+            orders.append(first * half + tokens)
+        return orders
+
+
+def spread_of(module: nn.Module, implementation: str | None = None) -> Spread | None:
+    """Return who spreads the module's sequences over ranks now, or None.
+
+    implementation: of its attention, whose function other code may have wrapped; None asks for any.
+    """
+    if F.scaled_dot_product_attention is not _SDPA and _has_mesh():
+        return Spread(RING) if torch.compiler.is_compiling() else Spread(RING, *_place(_mesh()))
+    if not _is_elsewhere(implementation, module.training):
+        return None
+    if torch.compiler.is_compiling():
+        return Spread("Ulysses")
+    wrapper = _wrapper(implementation, module.training)
+    return Spread(_VERL) if wrapper is None else wrapper
+
+
+def check_whole_sequences(mixer: nn.Module) -> None:
+    """Raise where a mixer would begin anew with each rank's tokens."""
+    if (spread := spread_of(mixer)) is not None:
+        raise NotImplementedError(
+            f"{type(mixer).__name__} needs the tokens before its own, which {spread.by} has put on other ranks: train this model "
+            "without context parallelism"
+        )
+
+
+def _mesh() -> DeviceMesh | None:
+    """Return the mesh of the ring that stands in for PyTorch's attention, if it is one."""
+    cells = getattr(F.scaled_dot_product_attention, "__closure__", None) or ()
+    return next((each for cell in cells if isinstance(each := cell.cell_contents, DeviceMesh)), None)
+
+
+def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
+    assert mesh is not None
+    return mesh.get_local_rank(), mesh.size()
+
+
+def _has_mesh() -> bool:
+    return _mesh() is not None
+
+
+def _is_elsewhere(implementation: str | None, training: bool) -> bool:
+    """Whether Ulysses of this attention, or of any, is in force."""
+    if _wrapper(implementation, training) is not None:
+        return True
+    verl = sys.modules.get(_VERL)
+    spreads = verl is not None and verl.get_ulysses_sequence_parallel_world_size() > 1
+    return spreads and (implementation is None or "flash" not in implementation)
+
+
+def _wrapper(implementation: str | None, training: bool) -> Spread | None:
+    """Return what DeepSpeed's wrapper of an attention function says of itself."""
+    try:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError:  # `apply` takes models of one's own
+        return None
+    asked = ALL_ATTENTION_FUNCTIONS.values() if implementation is None else (ALL_ATTENTION_FUNCTIONS.get(implementation),)
+    for function in asked:
+        for cell in getattr(function, "__closure__", None) or ():
+            ulysses = cell.cell_contents
+            if hasattr(ulysses, "sp_rank") and (training or not getattr(ulysses, "disable_in_eval", False)):
+                return Spread(function.__module__, ulysses.sp_rank, ulysses.world_size)
+    return None
+
+
+# for the compiler: answered when a graph is made
+_has_mesh._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_elsewhere._dynamo_marked_constant = True  # type: ignore[attr-defined]
