@@ -5,9 +5,12 @@
         --dump_folder /shared/run --checkpoint.enable
 
 FSDP2 is over all GPUs; --parallelism.tensor_parallel_degree 8 makes it tensor parallel within a machine, FSDP2 between them.
-Run by hand: llama3_debugmodel, torchtitan 0.3.0, PyTorch 2.14.1, two and four ranks of two nodes on one CPU host, gloo, FSDP2,
-tensor parallel, and both: the losses of torchtitan's own config (docs/notes/0044-recipes.md). tests/scale/test_recipes.py parses
-these flags where torchtitan is installed. Only read: several hosts, NCCL, llama3_8b's size and its data.
+With --parallelism.context_parallel_degree 2 add --override.imports onepass.integrations.torchtitan.block
+onepass.integrations.torchtitan.loss: attention is torchtitan's then.
+
+Run by hand: llama3_debugmodel, torchtitan 0.3.0, PyTorch 2.14.1, two and four ranks of two nodes on one CPU host, gloo: FSDP2,
+tensor parallel, both, context parallel, with the losses of torchtitan's own config (docs/notes/0044-recipes.md).
+tests/scale/test_recipes.py parses such flags where torchtitan is installed. Only read: several hosts, NCCL, an 8B and its data.
 """
 
 from torchtitan.models.llama3 import config_registry
