@@ -258,7 +258,7 @@ def _pretended_gpu() -> Iterator[None]:
 _Fill = Callable[[argparse.ArgumentParser, list[str]], None]
 _COMMANDS: dict[str, tuple[str, str | _Fill]] = {  # what it does, and the module that has it, or what adds its arguments
     "train": ("train a GPT that uses all of it, and see what each fusion brings", "onepass.train.command"),
-    "plan": ("say how much GPU memory training takes, and what to change where it does not fit", "onepass.train.plan_command"),
+    "plan": ("say how much memory and time training takes on one GPU or many, and what to change", "onepass.train.plan_command"),
     "bench": ("measure ops against their peers", "onepass.bench.command"),
     "profile": (
         "run a script and say what it does with the machine, and what of onepass would apply", "onepass.profiling.script"

@@ -157,8 +157,7 @@ def named_rates(gpu: GPURates) -> Iterator[tuple[str, str, Rate]]:
 
 # bytes that AdamW reads and writes of a parameter: its gradient twice, and zeros; weight, master and both moments
 _STATE = {"fp32": 36.0, "bf16": 28.0, "8bit": 24.1}
-_STATE_FSDP = {"fp32": 32.0, "bf16": 24.0, "8bit": 20.1}  # fp32 weights, whose gradient is not zeroed
 
 
 def state_bytes(options: Options) -> float:
-    return (_STATE_FSDP if options.use_fsdp else _STATE)[options.optimizer_moments]
+    return _STATE[options.optimizer_moments]

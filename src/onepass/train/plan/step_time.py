@@ -122,7 +122,8 @@ def rank_time(run: Run, layout: GPULayout, rank: int, stages: list[Passes]) -> R
     own = parameters(config, layout)[rank :: layout.pipeline]
     count = sum(part.total for part in own)
     shared = 1 if layout.shard == "nothing" else layout.replicas
-    update = count / shared * run.state / (gpu.optimizer.value * gpu.copy.value)
+    state = run.state - (_FP32 if layout.shard == "fsdp" else 0)  # FSDP's gradients are freed, not zeroed
+    update = count / shared * state / (gpu.optimizer.value * gpu.copy.value)
     if config.fp8_format is not None:  # codes of the new weights, and of their transposes
         update += sum(part.blocks for part in own) * _CODES / gpu.copy.value
     group = groups(layout)["replicas"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from onepass.profiling.units import size, time
+from onepass.profiling import units
 from onepass.train.plan.block_time import Run
 from onepass.train.plan.layouts import NODE, GPULayout, describe, runs_by
 from onepass.train.plan.rates import GPURates, named_rates
@@ -45,8 +45,10 @@ def title(settings: SearchSettings, gpus: int, batch: int) -> str:
     run = settings.run
     nodes = -(-gpus // NODE)
     eight = ", products in eight bits" if run.config.fp8_format else ""
+    count = run.config.parameters_count()
+    size = f"{count / 1e9:,.2f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
     return (
-        f"{run.config.parameters_count() / 1e9:,.2f}B parameters in {run.config.params_dtype}{eight}, on {gpus:,} {run.gpu.name} "
+        f"{size} parameters in {run.config.params_dtype}{eight}, on {gpus:,} {run.gpu.name} "
         f"in {nodes:,} node{'s' * (nodes > 1)} of {NODE}; a step has {batch:,} sequences of {run.sequence} tokens"
     )
 
@@ -112,9 +114,9 @@ def rate_lines(gpu: GPURates) -> Iterator[str]:
 
 def _scaled(value: float, unit: str) -> str:
     if unit == "bytes":
-        return size(value)
+        return units.size(value)
     if unit == "s":
-        return time(value * 1e6)
+        return units.time(value * 1e6)
     for prefix, factor in (("T", 1e12), ("G", 1e9)):
         if unit and value >= factor:
             return f"{value / factor:.4g} {prefix}{unit}"
