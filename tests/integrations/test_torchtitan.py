@@ -229,24 +229,31 @@ def test_context_parallelism(case, of_two_ranks, tmp_path, monkeypatch):
             assert_alike(found[case], alone, norms=1e-5)
 
 
-def test_context_parallelism_of_onepass_s_documents_is_refused(tmp_path, of_two_ranks):
+def test_documents_are_refused_before_a_model_is_built(of_two_ranks):
     for found in of_two_ranks:
         assert "Variable-length attention CP is not yet supported" in found["partial_dtensor: documents"]
         assert "Use FlexAttention + CP" in found["spmd_types: documents"]
+
+
+def test_documents_refuse_context_parallelism(tmp_path):
     module = onepass_titan.gqa(new_config(tmp_path, (), "varlen").model_spec.model.layers[0].attention).build()
     with pytest.raises(NotImplementedError, match="no context parallelism: build the model with attn_backend='flex'"):
         module.parallelize(SimpleNamespace(cp=2))
 
 
 @pytest.mark.parametrize("name", ("gqa", "block"))
-def test_flex_attention_stays(name, tmp_path, caplog):
+def test_flex_attention_stays(name, tmp_path):
     """Its masks are functions, which onepass doesn't read: it gets heads that are normed and rotated."""
+    found, model = train(new_config(tmp_path, (name, "loss"), model="qwen3"))
+    assert type(model.layers["0"].attention.inner_attention) is attention.FlexAttention
+    assert_alike(found, stock("flex", tmp_path, model="qwen3"))
+
+
+def test_the_log_says_that_flex_attention_stays(tmp_path, caplog):
     onepass_titan._log_flex.cache_clear()
     with caplog.at_level("INFO"):
-        found, model = train(new_config(tmp_path, (name, "loss"), model="qwen3"))
-    assert type(model.layers["0"].attention.inner_attention) is attention.FlexAttention
+        onepass_titan.gqa(new_config(tmp_path).model_spec.model.layers[0].attention)
     assert "FlexAttention stays torchtitan's" in caplog.text
-    assert_alike(found, stock("flex", tmp_path, model="qwen3"))
 
 
 def test_the_command_line():

@@ -49,6 +49,8 @@ BIASED_ROWS, MAIN_GRAD = (
 )
 CALLS, VALIDATION = (titan.test_calls_that_are_refused,), (titan.test_a_loss_without_gradients, FOLDER)
 
+FLEX = titan.test_flex_attention_stays, "block", FOLDER
+
 MUTANTS = {  # name: function, what is there, what stands there instead, the test that must fail
     "an epsilon of its own": ("Norm.forward", "self.eps", "1e-2", steps("norm")),
     "a norm without its weight": ("Norm.forward", "self.weight", "None", steps("norm")),
@@ -71,7 +73,11 @@ MUTANTS = {  # name: function, what is there, what stands there instead, the tes
     "positions ignored": ("PackedAttention._tables", "if positions is None", "if True", (titan.test_positions, titan.rope.ComplexRoPE, (2, 4))),
     "positions of the first row for all": ("PackedAttention._tables", "positions.shape[0] == 1", "True", (titan.test_positions, titan.rope.ComplexRoPE, (2, 4))),
     "neighbours whatever the rotation": ("PackedAttention.__init__", "isinstance(self.rope, ComplexRoPE)", "True", (titan.test_positions, titan.rope.CosSinRoPE, None)),
-    "context parallelism taken": ("PackedAttention.parallelize", "parallel_dims.cp > 1", "False", (titan.test_context_parallelism_is_refused, FOLDER)),
+    "context parallelism of documents taken": ("PackedAttention.parallelize", "self.over_ranks and isinstance", "False and isinstance", (titan.test_documents_refuse_context_parallelism, FOLDER)),
+    "heads turned with others' tables": ("PackedAttention._by_inner", "rope(q, k, *tables,", "rope(q, k, *reversed(tables),", FLEX),
+    "heads without their norms": ("PackedAttention._by_inner", "rms_norm(x, _shared(norm.weight), norm.eps)", "x", FLEX),
+    "queries for keys": ("PackedAttention._by_inner", "split((shared, 1, 1), 3)", "split((1, shared, 1), 3)", FLEX),
+    "FlexAttention never called": ("PackedAttention._is_inner", "or isinstance(self.inner_attention, FlexAttention)", "", FLEX),
     "a projection that gathers": ("gqa", '"qkv_linear": (', '"wo": (', refused("gqa", 0)),
     "another rotation": ("gqa", '"rope": (', '"cache": (', refused("gqa", 1)),
     "another norm of heads": ("gqa", "if found not in kinds", "if found in kinds", refused("gqa", 2)),

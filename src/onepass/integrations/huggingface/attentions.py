@@ -27,7 +27,7 @@ from onepass.integrations.huggingface.attention_trials import (
     norm_at,
     roles_of,
 )
-from onepass.integrations.huggingface.context_parallel import Spread, spread_of
+from onepass.integrations.huggingface.context_parallel import SequenceSpread, spread_of
 from onepass.integrations.huggingface.interfaces import (
     INTERFACES,
     InterfaceCall,
@@ -123,7 +123,7 @@ class AttentionMatch:
     def change(self) -> str | None:
         return self.snapshot.change(self.module) or (None if self.projections is None else self.projections.change())
 
-    def check_spread(self, spread: Spread, tokens: int) -> None:
+    def check_spread(self, spread: SequenceSpread, tokens: int) -> None:
         """Raise where attention over ranks would see other keys than this module's."""
         module: Any = self.module
         implementation = module.config._attn_implementation

@@ -26,7 +26,7 @@ _VERL = "verl.utils.ulysses"
 
 
 @dataclass(frozen=True)
-class Spread:
+class SequenceSpread:
     """Who spreads sequences over ranks, and which part is here, as far as it is known."""
 
     by: str
@@ -93,19 +93,19 @@ class Spread:
         return orders
 
 
-def spread_of(module: nn.Module, implementation: str | None = None) -> Spread | None:
+def spread_of(module: nn.Module, implementation: str | None = None) -> SequenceSpread | None:
     """Return who spreads the module's sequences over ranks now, or None.
 
     implementation: of its attention, whose function other code may have wrapped; None asks for any.
     """
     if F.scaled_dot_product_attention is not _SDPA and _has_mesh():
-        return Spread(RING) if torch.compiler.is_compiling() else Spread(RING, *_place(_mesh()))
+        return SequenceSpread(RING) if torch.compiler.is_compiling() else SequenceSpread(RING, *_place(_mesh()))
     if not _is_elsewhere(implementation, module.training):
         return None
     if torch.compiler.is_compiling():
-        return Spread("Ulysses")
+        return SequenceSpread("Ulysses")
     wrapper = _wrapper(implementation, module.training)
-    return Spread(_VERL) if wrapper is None else wrapper
+    return SequenceSpread(_VERL) if wrapper is None else wrapper
 
 
 def check_whole_sequences(mixer: nn.Module) -> None:
@@ -141,7 +141,7 @@ def _is_elsewhere(implementation: str | None, training: bool) -> bool:
     return spreads and (implementation is None or "flash" not in implementation)
 
 
-def _wrapper(implementation: str | None, training: bool) -> Spread | None:
+def _wrapper(implementation: str | None, training: bool) -> SequenceSpread | None:
     """Return what DeepSpeed's wrapper of an attention function says of itself."""
     try:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -152,7 +152,7 @@ def _wrapper(implementation: str | None, training: bool) -> Spread | None:
         for cell in getattr(function, "__closure__", None) or ():
             ulysses = cell.cell_contents
             if hasattr(ulysses, "sp_rank") and (training or not getattr(ulysses, "disable_in_eval", False)):
-                return Spread(function.__module__, ulysses.sp_rank, ulysses.world_size)
+                return SequenceSpread(function.__module__, ulysses.sp_rank, ulysses.world_size)
     return None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attention_interface import NAME
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
-from onepass.integrations.huggingface.context_parallel import Spread, spread_of
+from onepass.integrations.huggingface.context_parallel import SequenceSpread, spread_of
 from onepass.integrations.huggingface.document_trials import LENGTHS_OF_Q, mixers_in, parts_documents
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
 from onepass.integrations.huggingface.interfaces import NOTHING, KeyRange, documents_of, marker_of, masks_nothing
@@ -126,7 +126,7 @@ class Stack:
             return False
         return all(given.get(name) is None for name in _CACHE)
 
-    def _check_spread(self, spread: Spread, inputs: dict[str, Any]) -> None:
+    def _check_spread(self, spread: SequenceSpread, inputs: dict[str, Any]) -> None:
         """Raise where what one rank of several has of the batch can't be computed there."""
         x = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         spread.check_batch(x, inputs, parts_documents=self.by == NAME)
