@@ -123,17 +123,21 @@ def test_less_memory():
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.parametrize("family", ("Llama", "Gemma2", "GPT2"))
 def test_lora_on_all_layers_as_near_as_eager(family):
-    """The activation between the layers and the second of them are one op."""
+    """Activation and second layer are one op. Of one draw of adapters either model may be nearer by chance."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
-    exact = peft.get_peft_model(made(family, **(LARGER if family == "Llama" else {})), config).cuda()
-    model, plain = (copy.deepcopy(exact).bfloat16() for _ in range(2))
-    applied = huggingface.apply(model)
-    (by,) = {row.by for row in applied.rows if row.part == "mlp"}
-    assert by == "activation_linear, " + {"Llama": "swiglu", "Gemma2": "geglu", "GPT2": "gelu"}[family]
-    given = {name: value.cuda() for name, value in batch(tokens=48).items()}
-    found, eager, expected = (step(each, **given) for each in (model, plain, exact))
-    assert error(found, expected) < 1.25 * error(eager, expected)
+    errors = torch.zeros(2)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+        exact = peft.get_peft_model(made(family, **(LARGER if family == "Llama" else {})), config).cuda()
+        model, plain = (copy.deepcopy(exact).bfloat16() for _ in range(2))
+        applied = huggingface.apply(model)
+        (by,) = {row.by for row in applied.rows if row.part == "mlp"}
+        assert by == "activation_linear, " + {"Llama": "swiglu", "Gemma2": "geglu", "GPT2": "gelu"}[family]
+        given = {name: value.cuda() for name, value in batch(tokens=48).items()}
+        found, eager, expected = (step(each, **given) for each in (model, plain, exact))
+        errors += torch.tensor([float(error(each, expected)) ** 2 for each in (found, eager)])
+    assert errors[0] < 1.25**2 * errors[1], errors.sqrt()
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")  # bitsandbytes' own: it casts to fp16
