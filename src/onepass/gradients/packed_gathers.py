@@ -9,7 +9,9 @@ This changes FSDP2's records of parameters, which are private. `fsdp.unsupported
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,22 +20,29 @@ from torch import Tensor, nn
 from onepass.gradients.fsdp import unsupported
 
 
-def pack_gathers(weights: Sequence[Tensor]) -> bool:
-    """Let FSDP2 gather these weights, which are gathered now, into one storage from the next forward on. Return whether it will.
+def pack_gathers(weights: Sequence[Tensor]) -> bool | None:
+    """Let FSDP2 gather these weights, which are gathered now, into one storage from the next forward on. Return whether it will,
+    or None where FSDP2 has not gathered them.
 
     It does not where they belong to several of its groups, differ in type, are divided unevenly or have all-gather extensions.
     """
     for group in _groups():
         of_weight = {id(getattr(each, "_unsharded_param", None)): each for each in group.fsdp_params}
         found = [of_weight.get(id(weight)) for weight in weights]
+        if None in found:
+            continue
         # one rank gathers nothing, and FSDP2 then allocates each parameter's memory by its own size
         several = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
-        if None in found or not several or unsupported([group]) is not None or not all(map(_can_be_packed, found)):
-            continue
-        if len({each._unsharded_param.dtype for each in found}) == 1:  # type: ignore[union-attr]
-            _PackedGather(group, found)
-            return True
-    return False
+        if (reason := unsupported([group])) is not None:
+            warnings.warn(f"weights of one product have products of their own under FSDP2: {reason}", stacklevel=2)
+            return False
+        if not several or not all(map(_can_be_packed, found)):
+            return False
+        if len({each._unsharded_param.dtype for each in found}) > 1:  # type: ignore[union-attr]
+            return False
+        _PackedGather(group, found)
+        return True
+    return None
 
 
 def _groups() -> Iterator[Any]:
@@ -54,6 +63,23 @@ def _can_be_packed(parameter: Any) -> bool:
     return plain and outputs[0].numel() == weight.numel() and not parameter._unsharded_inner_tensors
 
 
+def _has_aliases(parameter: Any) -> bool:
+    """Whether any tensor but FSDP2's two has the parameter's memory."""
+    return not parameter.all_gather_outputs or _holders(parameter.all_gather_outputs[0]) > _holders_alone()
+
+
+def _holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@lru_cache
+def _holders_alone() -> int:
+    """Return how many hold the memory of a tensor and of a parameter that was made of it."""
+    gathered = torch.empty(1, device="cpu")
+    weight = nn.Parameter(torch.as_strided(gathered, (1,), (1,)))
+    return _holders(gathered) + 0 * weight.numel()  # the parameter must be there while they are counted
+
+
 def packed_with(parameter: Any) -> list[Any]:
     """Return those of FSDP2's records of parameters that lie in one storage when this one is gathered now, or itself."""
     packed = getattr(parameter, "packed_gather", None)
@@ -61,8 +87,8 @@ def packed_with(parameter: Any) -> list[Any]:
 
 
 class _PackedGather:
-    """The storage of a group's parameters that are gathered one after another. It is there from a forward on in which no
-    graph has what was gathered before."""
+    """The storage of a group's parameters that are gathered one after another. It is there from a forward on in which nothing
+    has the memory of before, as a graph that has saved a view of a weight. What has the weight itself sees its new memory."""
 
     def __init__(self, group: Any, parameters: list[Any]) -> None:
         self._group, self.parameters = group, parameters
@@ -73,8 +99,10 @@ class _PackedGather:
 
     def takes_effect(self) -> bool:
         """Whether the storage is there, or will be when what is gathered now comes."""
-        starts = self._group._training_state.name == "FORWARD" and not self._group._post_forward_indices
-        return self._whole is not None or (starts and not torch.is_inference_mode_enabled())
+        if self._whole is not None:
+            return True
+        starts = self._group._training_state.name == "FORWARD" and not torch.is_inference_mode_enabled()
+        return starts and not any(_has_aliases(parameter) for parameter in self.parameters)
 
     def _hook(self, parameter: Any) -> None:
         make, allocate = parameter.init_all_gather_outputs, parameter.alloc_all_gather_outputs

@@ -11,7 +11,7 @@ there, beside backward. FSDP2 lets the next forward wait for that stream, and ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,8 +56,10 @@ def how_in_backward(given: bool | StepInBackward) -> StepInBackward | None:
 class LastNorm:
     """The norm of a step's gradients, which come in parts, and that of the step before, by which they are clipped."""
 
-    def __init__(self, max_norm: float | None) -> None:
+    def __init__(self, max_norm: float | None, parameters: Iterable[Tensor] = ()) -> None:
+        """parameters: those whose layouts ranks sum over, all and in one order, whichever of them have gradients."""
         self._most = max_norm
+        self._layouts = list(dict.fromkeys(map(layout_of, parameters)))
         self.norm: Tensor | None = None  # of the step before: a state that goes on bit for bit has it
         self._squares: dict[Any, list[Tensor]] = {}  # by the layout of the gradients
 
@@ -81,15 +83,22 @@ class LastNorm:
     def finish(self) -> Tensor | None:
         """End a step. Return the norm of what was added over all ranks, or None where there is no max_norm. Collective where
         there are DTensors."""
-        if not self._squares:
+        divided = any(layout is not None for layout in self._layouts)
+        if self._most is None or not (self._squares or divided):
             return None
-        device = next(iter(self._squares.values()))[0].device
-        sums = [
-            sum_over_mesh(torch.stack([each.to(device) for each in some]).sum(), layout) for layout, some in self._squares.items()
-        ]
+        known = [each for some in self._squares.values() for each in some]
+        device = known[0].device if known else torch.device(self._device_type())
+        sums = []
+        for layout in dict.fromkeys([*self._layouts, *self._squares]):
+            mine = [each.to(device) for each in self._squares.get(layout, [])]
+            total = torch.stack(mine).sum() if mine else torch.zeros((), device=device)
+            sums.append(sum_over_mesh(total, layout))
         self.norm = torch.stack(sums).sum().sqrt()
         self.forget()
         return self.norm
+
+    def _device_type(self) -> str:
+        return str(next(layout[0].device_type for layout in self._layouts if layout is not None))
 
     def forget(self) -> None:
         self._squares.clear()
@@ -153,7 +162,7 @@ class BackwardSteps:
         _check_ranks([parameter for part in parts for parameter in part])
         self._optimizer = weakref.ref(optimizer)
         _steps_of.update((id(parameter), self) for part in parts for parameter in part)
-        self._parts, self.last = parts, LastNorm(options.max_norm)
+        self._parts, self.last = parts, LastNorm(options.max_norm, (each for part in parts for each in part))
         self._whole: list[set[Tensor]] = [set() for _ in parts]  # parameters whose gradients are whole
         self._stepped: set[Tensor] = set()
         self._holds = False  # in `accumulate`

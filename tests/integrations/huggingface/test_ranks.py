@@ -244,6 +244,32 @@ def test_gathers_in_eight_bits_have_the_bits_of_others(group):
     assert travelled.count((torch.bfloat16, of_layer + 2 * 64)) == 1  # in evaluation
 
 
+def test_a_graph_keeps_the_memory_that_it_was_made_with(group):
+    """Backward of forwards before, and a second one, while others gather."""
+    expected, ids = [], torch.arange(12).view(1, 12) + group.rank()
+    for packed in (False, True):
+        torch.manual_seed(0)
+        model = new_model(1)
+        huggingface.apply(model)
+        fully_sharded(model)
+        with patch.object(linears, "pack_gathers", linears.pack_gathers if packed else lambda weights: False):
+            first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
+            first.backward()
+            with torch.no_grad():
+                model(input_ids=ids)
+            second.backward()
+            third = model(input_ids=ids, labels=ids).loss
+            third.backward(retain_graph=True)
+            model(input_ids=ids, labels=ids)
+            third.backward()
+            with products() as rows:
+                model(input_ids=ids, labels=ids)
+        expected.append({name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None})
+    assert len(expected[0]) > 7
+    assert rows == [192, 192]
+    torch.testing.assert_close(*expected)
+
+
 def test_one_rank_packs_nothing(group):
     """FSDP2 over one rank allocates each parameter's memory by its own size."""
     model, alone, ids = new_model(), new_model(), torch.arange(12).view(1, 12)

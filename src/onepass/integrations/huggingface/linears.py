@@ -213,8 +213,7 @@ class LinearsMatch:
         if are_packed(weights):
             return False
         if not self._asked:
-            self._asked = True
-            pack_gathers(weights)
+            self._asked = pack_gathers(weights) is not None
         return True
 
     def _one_by_one(self, x: Tensor, folded: FoldedNorm | None, biased: bool, adapters: list[LoRA]) -> Tensor:
