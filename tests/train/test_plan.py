@@ -230,6 +230,10 @@ def test_context_parallelism_is_marked(capsys, monkeypatch):
         (["--gpus", "8", "--num-experts", "8"], "num_moe_experts must be None, but is 8: its time is not counted"),
         (["--gpus", "8", "--offload-optimizer"], "offload_optimizer must be False, but is True: its time is not counted"),
         (["--gpus", "8", "--gpu", "a100", "--fp8-format", "hybrid"], "an A100 has no products in eight bits"),
+        (
+            ["--gpus", "16", "--pp", "2", "--pipeline-model-parallel-size", "2", "--decoder-last-pipeline-num-layers", "15"],
+            "num_layers_in_last_pipeline_stage must not be given with --gpus, which tries even stages alone, but is 15",
+        ),
         (["--tp", "2"], "--tp must not be given without --gpus"),
         (["--gpu", "h300"], "--gpu must be one of a100, h100, h200, b200, or a GPU's memory in GiB, such as 80, but is 'h300'"),
     ],

@@ -19,6 +19,7 @@ from onepass.train.plan.table import as_json, grow, growth_lines, layout_lines, 
 
 _GIB = 1 << 30
 _TOKENS = 1 << 22  # of a step on all GPUs, where no number of sequences is given
+_UNEVEN = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "defer_embedding_wgrad_compute"
 _SHORT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 
 
@@ -65,6 +66,11 @@ def run(args: argparse.Namespace, config: Config, options: Options) -> int:
 
 def _settings(args: argparse.Namespace, config: Config, options: Options) -> SearchSettings:
     gpu = gpu_named(args.gpu or "h100")
+    for name in _UNEVEN:
+        if getattr(config, name):
+            raise CommandError(
+                f"{name} must not be given with --gpus, which tries even stages alone, but is {getattr(config, name)}"
+            )
     if gpu is None:
         raise CommandError(f"--gpu must be one of {', '.join(GPUS)} with --gpus, whose rates are known, but is {args.gpu}")
     if args.ranks is not None:
