@@ -64,7 +64,7 @@ def main() -> None:
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
     settings = TrainingArguments(
         str(args.out), max_steps=args.steps, save_steps=args.save_steps, per_device_train_batch_size=2, learning_rate=args.rate,
-        logging_steps=1, report_to="none", gradient_checkpointing=args.model is not None, seed=0, ddp_timeout=600,
+        logging_steps=1, report_to="none", seed=0, ddp_timeout=600,
     )  # fmt: skip
     trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)

@@ -5,12 +5,15 @@ import ast
 import importlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -54,17 +57,19 @@ def text_of(folder):
 
 
 def free_port():
-    import socket
-
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return it.getsockname()[1]
+    """Return one below those that the system gives to connections, which another process could have had by now."""
+    for port in random.sample(range(20_000, 29_000), 100):
+        with socket.socket() as it, suppress(OSError):
+            it.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def ended(processes, seconds=200):
     """Wait for all. Return what each wrote; the test fails if one did."""
     try:
-        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+        with ThreadPoolExecutor(len(processes)) as pool:  # a pipe that nobody reads fills up, and its writer waits
+            outputs = list(pool.map(lambda process: process.communicate(timeout=seconds)[0], processes))
     finally:
         for process in processes:
             with suppress(ProcessLookupError):

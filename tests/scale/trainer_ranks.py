@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
@@ -35,11 +36,13 @@ def main():
     warnings.simplefilter("ignore")
     PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
-    sharded, train = [], Trainer._inner_training_loop
+    sharded, checkpointed, train = [], [], Trainer._inner_training_loop
 
     def watched(self, *args, **options):
         output = train(self, *args, **options)
-        sharded.append(sum(isinstance(module, FSDPModule) for module in self.model.modules()))
+        modules = list(self.model.modules())
+        sharded.append(sum(isinstance(module, FSDPModule) for module in modules))
+        checkpointed.append(sum(isinstance(module, CheckpointWrapper) for module in modules))
         return output
 
     Trainer._inner_training_loop = watched
@@ -52,7 +55,7 @@ def main():
             shutil.copytree("ours", "resumed")
         dist.barrier()
         run("resumed")
-    assert min(sharded) >= 3, sharded  # the model, and each of its layers
+    assert min(sharded) >= 3 and min(checkpointed) == 2, (sharded, checkpointed)  # each layer, and the model
     dist.destroy_process_group()
 
 
