@@ -624,6 +624,9 @@ def test_a_block_under_the_switch():
     config = of_block(feed_forward=feed_forward.FeedForward.Config(**FEED_FORWARD, w2=new_linear()))
     with pytest.raises(NotImplementedError, match=r"block can't replace .*a precision must have scales by row"):
         onepass_titan.block(config, precision="fp8", batch_invariant=True)
+    flex = of_block(attention=of_gqa(inner_attention=attention.FlexAttention.Config()))
+    with pytest.raises(NotImplementedError, match="with batch_invariant attention must be"):
+        onepass_titan.block(flex, batch_invariant=True)
     assert not invariant()
     try:
         made = onepass_titan.block(config, batch_invariant=True).build()

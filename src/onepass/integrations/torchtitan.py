@@ -30,6 +30,7 @@ from onepass.ops.norm.compiled_projections import norm_projections, projections,
 from onepass.ops.norm.formula import NormOptions
 from onepass.ops.norm.norm import rms_norm
 from onepass.ops.norm.norm_linear import norm_linear
+from onepass.runtime.batch_invariance import refuse as keep_invariant
 from onepass.runtime.fp8_recipe import Precision, recipe_of
 
 try:
@@ -348,6 +349,7 @@ class PackedAttention(GQAttention):
 
     def _by_inner(self, qkv: Any, local: Tensor, tables: list[Tensor], groups: int, attention_masks: Any) -> Any:
         """Return what torchtitan's attention makes of this rank's q, k and v, with a head after another."""
+        keep_invariant("attention of torchtitan", "its sums are torchtitan's own; leave context parallelism off")
         D, shared = self.head_dim, self.n_heads // self.n_kv_heads
         if self.by_group:
             parts: Any = local.unflatten(-1, (groups, -1, D)).split((shared, 1, 1), 3)
@@ -442,6 +444,8 @@ def block(config: Any, *, flex_as_documents: bool = False, precision: Precision 
     """
     check("block", config, *_BLOCKS)
     if batch_invariant:
+        if type(config.attention.inner_attention) is FlexAttention.Config and not flex_as_documents:
+            refuse("block", config, 'with batch_invariant attention must be "varlen" or flex_as_documents, but is FlexAttention')
         make_invariant("block", config, precision)
     for name in ("attention_norm", "ffn_norm"):
         check(f"block, of its {name},", getattr(config, name), RMSNorm.Config)
