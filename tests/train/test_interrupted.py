@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from onepass.cli import main
 from onepass.gpt import Config
 from onepass.runtime.errors import CommandError
 from onepass.train import layout, loop, run_lock, text
+from onepass.train.beginning import find_beginning, find_place
 from onepass.train.layout import ParallelLayout, one_line_of_all_ranks
 from onepass.train.loop import TrainRun
 from onepass.train.options import Options
@@ -180,6 +182,88 @@ def test_one_command_begins_and_goes_on(tmp_path, corpus, monkeypatch, capsys):
     assert train(corpus, folder) == 2  # without the flag the folder has a run
     assert main(["train", *SMALL, "--data", str(corpus), "--resume-if-exists"]) == 2
     assert capsys.readouterr().err.endswith("--resume-if-exists needs --run-dir, the folder of its run, and no --resume\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: (path / "0.safetensors").rename(path.parents[2] / "away"), " lacks 0.safetensors"),
+        (
+            lambda path: (path / "checkpoint.json").write_text("{"),
+            " is damaged: {path}/checkpoint.json can't be read: ",
+        ),
+        (
+            lambda path: flip(path / "0.safetensors", 5000),
+            " is damaged: 0.safetensors has changed since it was written, in ",
+        ),
+    ],
+    ids=["a part is away", "its index", "its bits"],
+)
+@pytest.mark.parametrize("torchrun", (False, True))
+def test_checkpoints_of_which_none_can_be_used_are_no_new_run(change, said, torchrun, run, corpus, monkeypatch, capsys):
+    """They are left as they are: a disk may not be mounted. An older whole one is gone on with."""
+    older, path = (run / "checkpoints" / f"step-0000000{step}" for step in (4, 6))
+    shutil.move(older, run / "older")
+    change(path)
+    flags = () if torchrun else ("--resume-if-exists",)
+    if torchrun:
+        marked(run, monkeypatch)
+    before = content(run)
+    assert train(corpus, run, *flags, "--keep-checkpoints", 1) == 2
+    error = capsys.readouterr().err
+    assert f"{run} must have a whole checkpoint to go on from, but the checkpoint {path}{said.format(path=path)}" in error
+    assert error.endswith("start the nodes that have the files, or copy them to any node; another --run-dir begins a new run\n")
+    assert content(run) == before
+    shutil.move(run / "older", older)
+    assert train(corpus, run, *flags, "--keep-checkpoints", 1) == 0
+    out = capsys.readouterr().out
+    assert f"passed over: the checkpoint {path}{said.format(path=path)}" in out and f"going on from step 4, {older}\n" in out
+
+
+def marked(run, monkeypatch):
+    """Make this a process of the torchrun process that trains in a folder."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a/none_1/attempt_1/0/error.json")
+    agents = [f"{socket.gethostname()} /tmp/torchelastic_a/none_1"]
+    (run / ".torchrun").write_text(json.dumps({"agents": agents, "number": 0}))
+
+
+@pytest.mark.parametrize("given", ("run", "run/checkpoints/step-00000004", "a link", "run/checkpoints/newest"))
+def test_a_restart_is_recognised_whatever_resume_names(given, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for link in ("a link", "run/checkpoints/newest"):
+        (tmp_path / link).symlink_to(run / "checkpoints" / "step-00000004")
+    marked(run, monkeypatch)
+    alone, args = ParallelLayout(torch.device("cpu")), Namespace(folder=None, resume=Path(given), resume_if_exists=False)
+    place = find_place(args, alone)
+    assert place.again and place.folder.samefile(run)
+    begin = find_beginning(args, place, alone)
+    assert begin.resume.samefile(run / "checkpoints" / "step-00000006") and begin.verified and begin.number == 0
+
+
+def test_a_restart_waits_for_its_predecessor(run, corpus, monkeypatch, capsys):
+    """What that saves meanwhile is gone on from."""
+    path, waited = run / "checkpoints" / "step-00000006", []
+    shutil.move(path, run / "later")
+
+    def wait(seconds):
+        waited.append(seconds)
+        if len(waited) == 3:
+            shutil.move(run / "later", path)
+            predecessor.__exit__(None, None, None)
+
+    monkeypatch.setattr(run_lock.time, "sleep", wait)
+    predecessor = locked(run, ParallelLayout(torch.device("cpu")), print)
+    predecessor.__enter__()
+    assert train(corpus, run, "--resume-if-exists", "--train-iters", 7) == 0
+    out = capsys.readouterr().out
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    assert out.count(f"{run} must have one run at a time, but {owner} trains there: wait for it, for 120 s\n") == 1
+    assert waited[:3] == [1.0] * 3 and f"going on from step 6, {path}\n" in out
+    monkeypatch.setattr(run_lock.time, "sleep", waited.append)
+    waited.clear()
+    with locked(run, ParallelLayout(torch.device("cpu")), print):
+        assert train(corpus, run, "--resume-if-exists") == 2
+    assert waited == [1.0] * 120 and " trains there: wait for it\n" in capsys.readouterr().err
 
 
 def test_a_process_that_torchrun_has_started_again_goes_on(tmp_path, corpus, monkeypatch, capsys):

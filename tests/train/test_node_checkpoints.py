@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import time
+import zlib
+from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -20,9 +22,10 @@ from train.checkpoint_runs import FSDP, ZERO, alone, configured, flip, go, refus
 
 import onepass
 from onepass.train import checkpoint, checksums, text, watch
+from onepass.train.beginning import find_beginning, find_place
 from onepass.train.checkpoint import folders, nodes
 from onepass.train.disks import describe_disks, find_disks
-from onepass.train.layout import _groups
+from onepass.train.layout import ParallelLayout, _groups
 from onepass.train.setup import make
 from onepass.train.watch import RankWatch, Report, held_up_by
 
@@ -68,8 +71,8 @@ def run_on_disks(group, folder):
             shutil.copy(first / own, folder / "right" / first / own)
             shutil.rmtree(first)
         layout.wait_for_all()
-        path = nodes.find_on_nodes(first, layout)
-        checkpoint.share_index(path, layout)
+        path, id = nodes.find_on_nodes(first, layout)
+        checkpoint.share_index(path, id, layout)
         other = make(config, options.replace(seed=5), layout)
         with patch.object(checksums, "BLOCK", 4096):  # several messages
             found["flipped on its way"] = fetch_flipped(path, other, config, layout)
@@ -137,6 +140,151 @@ def test_a_checkpoint_on_two_disks(world, tmp_path):
         assert error == "0.safetensors has changed since it was written, or on its way from rank 1"
         assert there == names
     assert left["kept"]
+
+
+# ---- several saves of a step, and indexes that a node lacks ----
+
+
+def run_crashes(group, folder):
+    """Return what two nodes find after crashes between them, and where a run begins by it."""
+    found = {}
+    with on_nodes(folder) as (trained, config, options, layout):
+        save = partial(checkpoint.save, Path("run/checkpoints"), 2, trained, config, options, layout)
+        place, right = Path("run/checkpoints/step-00000002"), layout.rank == 1
+        beginning = partial(begin, layout=layout)
+
+        def changed(act):
+            """Act on the right node alone."""
+            layout.wait_for_all()
+            if right:
+                act()
+            layout.wait_for_all()
+
+        save()
+        old = id_of(place)
+        with patch.object(folders, "finish", broken if right else folders.finish):
+            found["unfinished"] = refused(save)
+        found["between renames"] = sorted(path.name for path in place.parent.iterdir())
+        layout.wait_for_all()
+        spread = nodes.spread(Path("run"), layout)
+        found["both saves"] = [(each.number, each.whole) for each in spread], spread[0].id == old
+        found["by itself"] = nodes.find_on_nodes(place, layout) == nodes.find_on_nodes(Path("run"), layout) == (place, old)
+        found["old"] = beginning(resume_if_exists=True).resume == place and id_of(place) == old
+        found["loads"] = checkpoint.load(place, trained, config, layout)
+
+        # the left node went on alone, saved the step again, and has the right node's old part too
+        layout.wait_for_all()
+        save()
+        shutil.copytree(place, "kept")
+        save()
+        new = id_of(place)
+        layout.wait_for_all()
+        if not right:
+            shutil.copy(folder / "right" / place / "1.safetensors", place)
+        changed(lambda: (shutil.rmtree(place), shutil.move("kept", place)))
+        found["the right node's"] = id_of(place) == new
+        found["newest"] = beginning(resume_if_exists=True).resume == place and id_of(place) == new
+        found["takes"] = checkpoint.load(place, trained, config, layout)
+        changed(lambda: shutil.copy(next(place.parent.glob("*.replaced")) / "1.safetensors", place))
+        nodes.verify_on_nodes(place, folders.read_index(place), layout)  # another save's file is as if it were not there
+
+        # the right node's index is damaged or gone; the left node's part is gone, too
+        def damaged():
+            return refused(lambda: beginning(resume=place).check(config, layout)), id_of(place) == new
+
+        changed(lambda: flip(place / "checkpoint.json", 9))
+        found["damaged there"] = damaged()
+        nodes.fetch(place, {"1.safetensors"}, folders.read_index(place), layout)
+        layout.wait_for_all()
+        if not right:
+            (place / "1.safetensors").unlink()
+        changed((place / "checkpoint.json").unlink)
+        found["absent there"] = damaged()
+        changed((place / "checkpoint.json").unlink)
+        found["together"] = raised(lambda: nodes.verify_on_nodes(place, dict.fromkeys(("files", "id")), layout))
+        beginning(resume=place)
+        changed((place / "1.safetensors").unlink)
+        found["lacks"] = refused(lambda: beginning(resume_if_exists=True)), len(list(place.parent.iterdir())) > 0
+        (place / "checkpoint.json").write_text("{")
+        layout.wait_for_all()
+        found["unread"] = refused(lambda: nodes.find_on_nodes(Path("run"), layout))
+    return found
+
+
+def begin(layout, resume=None, resume_if_exists=False):
+    args = Namespace(folder=Path("run"), resume=resume, resume_if_exists=resume_if_exists)
+    return find_beginning(args, find_place(args, layout), layout)
+
+
+def id_of(path):
+    return folders.read_index(path)["id"]
+
+
+def broken(part):
+    raise OSError(5, "the machine stops")
+
+
+def raised(act):
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def test_crashes_between_two_disks(world, tmp_path):
+    left, right = world.run(run_crashes, tmp_path)
+    assert left["between renames"] == ["step-00000002", "step-00000002.replaced"]
+    assert right["between renames"] == ["step-00000002"]  # what was not renamed is removed
+    assert left["the right node's"] and not right["the right node's"]
+    for found in (left, right):
+        assert "the machine stops" in found["unfinished"]
+        assert found["both saves"] == ([(1, True), (2, False)], True) and found["by itself"]
+        assert found["old"] and found["newest"] and found["loads"] == found["takes"] == 2
+        assert found["damaged there"] == found["absent there"] == (None, True)
+        assert found["together"] == "FileNotFoundError"
+        line = "the checkpoint run/checkpoints/step-00000002 lacks 1.safetensors, written on right"
+        assert found["lacks"] == (f"run must have a whole checkpoint to go on from, but {line}: start the nodes that have the "
+                                  "files, or copy them to any node; another --run-dir begins a new run", True)  # fmt: skip
+        assert found["unread"].startswith(
+            "the checkpoint run/checkpoints/step-00000002 is damaged: run/checkpoints/step-00000002/checkpoint.json"
+        )
+
+
+def run_takers(group, folder):
+    """Fetch a file with three nodes, of which two share a disk and have processes of one number. Return what is there."""
+    rank = group.rank()
+    layout = ParallelLayout(torch.device("cpu"), rank=rank, ranks=3, hosts=("a", "b", "c"))
+    place = folder / "ab"[rank > 0] / "step-00000001"
+    file = place / "0.safetensors"
+    header = b'{"__metadata__": {"id": "one"}}'
+    data = len(header).to_bytes(8, "little") + header + bytes(1000)
+    index = {"id": "one", "files": {file.name: len(data)}, "checksums": {file.name: [zlib.crc32(data)]}}
+    if rank < 2:
+        place.mkdir(parents=True)
+        (place / "checkpoint.json").write_text("{}")
+        file.with_name(f"{file.name}.1.part").write_text("a killed process has left it")
+    if rank == 0:
+        file.write_bytes(data)
+    layout.wait_for_all()
+    before = Path.cwd()
+    os.chdir(place.parent)
+    try:
+        with patch.object(os, "getpid", lambda: 17):
+            nodes.fetch(Path(place.name), {file.name}, index, layout)
+    finally:
+        os.chdir(before)
+    return file.read_bytes() == data, sorted(path.name for path in place.iterdir())
+
+
+def test_one_process_of_a_disk_takes_a_file(tmp_path):
+    world = World("gloo", 3)
+    try:
+        first, *others = world.run(run_takers, tmp_path)
+    finally:
+        world.close()
+    assert all(same for same, _ in (first, *others))
+    assert all(names == ["0.safetensors", "checkpoint.json"] for _, names in others)
 
 
 # ---- a rank that others wait for ----

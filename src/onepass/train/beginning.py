@@ -12,7 +12,16 @@ from onepass.runtime.errors import CommandError
 from onepass.train import checkpoint
 from onepass.train.files import check_links
 from onepass.train.layout import ParallelLayout
-from onepass.train.restarts import find_restart, mark
+from onepass.train.restarts import Restart, find_restart, mark
+
+
+class RunPlace(NamedTuple):
+    """Where a run writes, which is known before the folder is locked, and what its command line says to go on from."""
+
+    folder: Path
+    restart: Restart | None
+    again: bool  # the folder may have this run already
+    resume: tuple[Path, str | None] | None  # a checkpoint and its id
 
 
 class Beginning(NamedTuple):
@@ -24,11 +33,10 @@ class Beginning(NamedTuple):
     number: int | None = None  # of the newest checkpoint before the run, if it was started again
 
     def check(self, config: Config, layout: ParallelLayout) -> None:
-        """Raise CommandError if the checkpoint is of another model. Nodes that lack it look when they have it."""
+        """Raise CommandError if the checkpoint is of another model."""
         path = self.resume
         assert path is not None
-        elsewhere = layout.nodes > 1 and not (path / checkpoint.INDEX).exists()
-        layout.on_all(lambda: elsewhere or bool(checkpoint.check(path, config)))
+        layout.agree(lambda: checkpoint.check(path, config))
 
     def check_folder(self) -> None:
         if self.resume is None and not self.again and (self.folder / "log.csv").exists():
@@ -43,37 +51,52 @@ class Beginning(NamedTuple):
         mark(self.folder, number, layout)
 
 
-def find_beginning(args: argparse.Namespace, layout: ParallelLayout) -> Beginning:
-    """Decide where a run begins, on all ranks alike.
-
-    What torchrun has started again goes on from the newest good checkpoint that it has saved itself. Before there is one, it
-    begins as the command says. --resume-if-exists takes the folder's newest, whoever saved it.
-    """
+def find_place(args: argparse.Namespace, layout: ParallelLayout) -> RunPlace:
+    """Decide in which folder a run is, on all ranks alike. torchrun may have started it again."""
     if args.resume_if_exists and (args.folder is None or args.resume is not None):
         raise CommandError("--resume-if-exists needs --run-dir, the folder of its run, and no --resume")
     named = args.folder or (None if args.resume is None else checkpoint.folder_of(args.resume))
     restart = find_restart(named, layout)
-    again = restart is not None or args.resume_if_exists
+    if restart is not None or args.resume_if_exists:
+        return RunPlace(args.folder if restart is None else restart.folder, restart, True, None)
+    resume = None if args.resume is None else checkpoint.find_on_nodes(args.resume, layout)
+    return RunPlace(layout.on_first(lambda: _folder(args.folder, resume)), None, False, resume)
+
+
+def find_beginning(args: argparse.Namespace, place: RunPlace, layout: ParallelLayout) -> Beginning:
+    """Decide where a run begins, on all ranks alike, and share its checkpoint's index. The folder is locked.
+
+    What torchrun has started again goes on from the newest good checkpoint that it has saved itself. Before there is one, it
+    begins as the command says. --resume-if-exists takes the folder's newest, whoever saved it. Where there are checkpoints and
+    none is whole, it raises: to begin anew would remove them.
+    """
+    folder, restart, again, resume = place
     said: list[str] = []
     if again:
-        folder = args.folder if restart is None else restart.folder
         above = 0 if restart is None or args.resume_if_exists else restart.number
         verify = getattr(args, "verify_checksums", True)
         found, wrong = checkpoint.newest_whole(folder, layout, above, verify)
-        said += [f"passed over: {each}" for each in wrong]
         how = "" if restart is None else f"{restart.describe()}: "
+        if found is None and wrong and args.resume is None:
+            raise CommandError(
+                f"{how}{folder} must have a whole checkpoint to go on from, but {'; '.join(wrong)}: start the nodes that have "
+                "the files, or copy them to any node; another --run-dir begins a new run"
+            )
+        said += [f"passed over: {each}" for each in wrong]
         if found is not None:
             said.append(f"{how}going on from step {found.step}, {found.path}")
             return Beginning(folder, found.path, True, verify, tuple(said), above)
         if args.resume is None:
-            said += [f"{how}beginning anew, as there was no checkpoint yet"] if restart is not None or wrong else []
+            said += [f"{how}beginning anew, as there was no checkpoint yet"] if restart is not None else []
             return Beginning(folder, None, True, False, tuple(said), above)
         said.append(f"{how}going on from --resume, as there was no checkpoint since")
-    resume = None if args.resume is None else checkpoint.find_on_nodes(args.resume, layout)
-    folder = layout.on_first(lambda: _folder(args.folder, resume))
-    return Beginning(folder, resume, again, False, tuple(said), None if restart is None else restart.number)
+        resume = checkpoint.find_on_nodes(args.resume, layout)
+    path, id = resume or (None, None)
+    if path is not None and id is not None:
+        checkpoint.share_index(path, id, layout)
+    return Beginning(folder, path, again, False, tuple(said), None if restart is None else restart.number)
 
 
-def _folder(named: Path | None, resume: Path | None) -> Path:
+def _folder(named: Path | None, resume: tuple[Path, str | None] | None) -> Path:
     """Return the run's folder. Its name may be the current time."""
-    return named or (checkpoint.run_of(resume) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    return named or (checkpoint.run_of(resume[0]) if resume else Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))

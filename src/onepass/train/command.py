@@ -25,7 +25,7 @@ from onepass.profiling.units import counted
 from onepass.runtime.errors import CommandError, install_hint
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.train import checkpoint, stages, text
-from onepass.train.beginning import Beginning, find_beginning
+from onepass.train.beginning import Beginning, find_beginning, find_place
 from onepass.train.checkpoint.compatibility import facts_of
 from onepass.train.disks import describe_disks, find_disks
 from onepass.train.flags import add_flag, add_preset, config_of_folder, merge_settings, read_file
@@ -44,7 +44,7 @@ from onepass.train.options import NEEDED_FUSIONS, Options
 from onepass.train.precision import describe_precision
 from onepass.train.record import Line, draw
 from onepass.train.restarts import unmark
-from onepass.train.run_lock import locked
+from onepass.train.run_lock import PATIENCE_S, locked
 from onepass.train.samples import TextSample
 from onepass.train.table import Variant, compare, each_off, table, table_of_fusions
 from onepass.train.threads import CpuThreads
@@ -110,17 +110,24 @@ def _run(args: argparse.Namespace) -> int:
     with started(device, timeout) as layout, watched(layout, timeout) as watch:
         given = ("resume", "compare", "resume_if_exists", "distributed_timeout_minutes")
         check_agreement({"run_dir": args.folder, **{name: getattr(args, name) for name in given}}, layout)
-        begin = find_beginning(args, layout)
-        written = _written(args, begin.resume, layout)
-        config, options = _agreed(layout, lambda: merge_settings(args.preset, written, vars(args), device.type == "cuda"))
-        _agreed(layout, lambda: _check(config, options, device))
-        if begin.resume is not None:
-            begin.check(config, layout)
-        _settle(options)
-        layout = divided(layout, config, options, timeout)
-        if watch is not None:
-            watch.add(layout)
-        return _train(args, config, options, layout, begin)
+        place = find_place(args, layout)
+        layout = replace(layout, disks=find_disks(place.folder, layout))
+        console = Console(
+            highlight=False, markup=False, emoji=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118
+        )  # fmt: skip
+        patience = PATIENCE_S if place.again else 0
+        with locked(place.folder, layout, partial(console.print, soft_wrap=True), patience):
+            begin = find_beginning(args, place, layout)
+            written = _written(args, begin.resume, layout)
+            config, options = _agreed(layout, lambda: merge_settings(args.preset, written, vars(args), device.type == "cuda"))
+            _agreed(layout, lambda: _check(config, options, device))
+            if begin.resume is not None:
+                begin.check(config, layout)
+            _settle(options)
+            layout = divided(layout, config, options, timeout)
+            if watch is not None:
+                watch.add(layout)
+            return _train(args, config, options, layout, begin, console)
 
 
 def _timeout(args: argparse.Namespace) -> float:
@@ -170,7 +177,7 @@ def _written(args: argparse.Namespace, resume: Path | None, layout: ParallelLayo
         if own and layout.nodes > 1 and not path.exists():
             return None
         values = read_file(path, pipe=not own and layout.ranks == 1)
-        return values if resume is None or not (resume / checkpoint.INDEX).exists() else checkpoint.renamed(resume, values)
+        return values if resume is None else checkpoint.renamed(resume, values)
 
     mine = _agreed(layout, read)
     if args.config is not None or args.resume is None:
@@ -293,16 +300,7 @@ def _settle(options: Options) -> None:
 # ---- the run ----
 
 
-def _train(args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, begin: Beginning) -> int:
-    console = Console(
-        highlight=False, markup=False, emoji=False, quiet=not layout.first, width=None if sys.stdout.isatty() else 118
-    )  # fmt: skip
-    layout = replace(layout, disks=find_disks(begin.folder, layout))
-    with locked(begin.folder, layout, partial(console.print, soft_wrap=True)):
-        return _trained(args, config, options, layout, begin, console)
-
-
-def _trained(
+def _train(
     args: argparse.Namespace, config: Config, options: Options, layout: ParallelLayout, begin: Beginning, console: Console
 ) -> int:  # fmt: skip
     folder = begin.folder

@@ -197,7 +197,7 @@ def divided(layout: ParallelLayout, config: Config, options: Options, timeout: t
     if layout.ranks == 1:
         return layout
     check_agreement({**config.to_dict(), **options.to_dict()}, layout)
-    return replace(_groups(config, layout.device, timeout), hosts=layout.hosts)
+    return replace(_groups(config, layout.device, timeout), hosts=layout.hosts, disks=layout.disks)
 
 
 def _hosts(layout: ParallelLayout) -> tuple[str, ...]:

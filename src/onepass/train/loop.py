@@ -95,7 +95,7 @@ class TrainRun:
         frozen = options.lora_rank is not None
         flops = self.config.flops_per_token(options.seq_length, frozen=frozen)
         with Live(self.console, options.train_iters, flops, peak) as self.live, self._stopping():
-            before = [] if self.resume is None else self._before(self.resume)
+            before = [] if self.resume is None else self._before()
             self.tokens = self._text()
             if isinstance(batches := self.batches(), PackedBatches):
                 self.live.say(batches.summary())
@@ -148,9 +148,8 @@ class TrainRun:
             checkpoint.check_vocabulary(self.resume, tokens.vocabulary)
         return tokens
 
-    def _before(self, resume: Path) -> list[Line]:
-        """Return what an earlier run logged, whose first rank may have been on any node. Share the checkpoint's index."""
-        checkpoint.share_index(resume, self.layout)
+    def _before(self) -> list[Line]:
+        """Return what an earlier run logged, whose first rank may have been on any node."""
         return max(self.layout.on_each_disk(lambda: read_log(self.folder / "log.csv")), key=len)
 
     def _write_first_files(self, before: list[Line], first: int) -> None:

@@ -12,12 +12,11 @@ Nodes with disks of their own have the index each, and the files of their ranks 
 torch.distributed.checkpoint plans which rank writes and reads what. Nothing is unpickled, so loading can't run code.
 """
 
-from onepass.train.checkpoint.folders import INDEX, find, folder_of, newest_number, run_of
+from onepass.train.checkpoint.folders import find, folder_of, newest_number, run_of
 from onepass.train.checkpoint.nodes import find_on_nodes, newest_whole, share_index
 from onepass.train.checkpoint.saved import check, check_vocabulary, describe_scales, load, renamed, save
 
 __all__ = [
-    "INDEX",
     "check",
     "check_vocabulary",
     "describe_scales",

@@ -1,7 +1,7 @@
 """A run's folder of checkpoints: which ones are complete, which is the newest, and how a new one is added atomically.
 
 `step-00000500` is a complete checkpoint. `step-00000500.part` is being written or removed. `step-00000500.replaced` makes room
-for another checkpoint of its step. It counts as complete if a killed run left no other.
+for another checkpoint of its step, and is removed when all disks have that. It counts as complete if a killed run left no other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from onepass.runtime.errors import CommandError
 from onepass.runtime.regular_file import read_regular
@@ -62,18 +62,20 @@ def _age(checkpoint: Path) -> tuple[int, int]:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of the run that --resume names, itself or by one of its checkpoints, which may be gone."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
+    """Return the folder of the run that --resume names, itself or by one of its checkpoints, which may be gone or a link's."""
+    if (path / "checkpoints").is_dir():
+        return path
+    return next((each.parent.parent for each in (path, path.resolve()) if each.parent.name == "checkpoints"), path)
 
 
 def run_of(checkpoint: Path) -> Path:
     """Return the folder of the run that wrote this checkpoint."""
-    folder = checkpoint.parent if checkpoint.parent.name == "checkpoints" else checkpoint.resolve().parent
-    if folder.name != "checkpoints":
+    folder = folder_of(checkpoint)
+    if folder == checkpoint:
         raise CommandError(
             f"--resume {checkpoint} is in no run's folder: give --config with its settings and --run-dir with a folder"
         )
-    return folder.parent
+    return folder
 
 
 # ---- what was written, and whether it is still that ----
@@ -135,6 +137,15 @@ def file_of(checkpoint: Path, name: str, index: Mapping[str, Any], share: slice 
     return path
 
 
+def written_id(file: BinaryIO) -> object:
+    """Return the id of the checkpoint that a safetensors file was written for, or None."""
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        return json.loads(file.read(min(length, LONGEST_HEADER)))["__metadata__"]["id"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def verify(checkpoint: Path, index: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> None:
     """Raise Damaged if a file has changed since it was written. Each of several ranks reads a share of every file."""
     for name in index["files"]:
@@ -163,6 +174,32 @@ def named(folder: Path) -> list[Path]:
         if matched and (matched[2] is None or (matched[2] == _REPLACED and matched[1] not in names)):
             checkpoints.append(folder / name)
     return checkpoints
+
+
+def place_of(checkpoint: Path) -> Path:
+    """Return the place of a checkpoint that may have made room for another one."""
+    return checkpoint.with_name(checkpoint.name.removesuffix(_REPLACED))
+
+
+def replaced_at(place: Path) -> Path:
+    """Return where a checkpoint goes that makes room for another one at its place."""
+    return place.with_name(place.name + _REPLACED)
+
+
+def step_of(place: Path) -> int:
+    """Return the step that a checkpoint's name says, or 0."""
+    matched = _NAME.fullmatch(place.name)
+    return int(matched[1].removeprefix("step-")) if matched else 0
+
+
+def make_room(place: Path) -> None:
+    """Move another save of this step away, to where the next save removes it. It stays a candidate if none is there yet."""
+    there = replaced_at(place)
+    if there.exists():
+        there = place.with_name(place.name + _PART)
+        if there.exists():
+            shutil.rmtree(there)
+    place.rename(there)
 
 
 def _number(checkpoint: Path) -> int:
@@ -204,21 +241,24 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def finish(part: Path) -> Path:
-    """Rename a written checkpoint to its final name. From then on it is complete, even if the machine stops."""
+    """Rename a written checkpoint to its final name. From then on it is complete, even if the machine stops.
+
+    One that it replaces stays beside it, until `keep` is called: on other disks it may still be the newest.
+    """
     checkpoint = part.with_name(part.name.removesuffix(_PART))
-    replaced = checkpoint.with_name(checkpoint.name + _REPLACED)
     sync_folder(part)
     if checkpoint.exists():
-        checkpoint.rename(replaced)
+        checkpoint.rename(replaced_at(checkpoint))
     part.rename(checkpoint)
     sync_folder(checkpoint.parent)
-    if replaced.exists():
-        remove(replaced)
     return checkpoint
 
 
 def keep(folder: Path, most: int) -> None:
-    """Remove all but the newest `most` checkpoints; 0 keeps all."""
+    """Remove what checkpoints have replaced, and all but the newest `most`; 0 keeps all."""
+    for place in map(place_of, sorted(folder.glob(f"*{_REPLACED}"))):
+        if _NAME.fullmatch(place.name) and place.exists():
+            remove(replaced_at(place))
     for checkpoint in list(saved(folder))[:-most] if most else []:
         remove(checkpoint)
 

@@ -23,24 +23,46 @@ from onepass.train.disks import group_ranks
 from onepass.train.files import write_atomically
 from onepass.train.layout import ParallelLayout
 
+_PART = ".part"
+
+
+class KnownSave(NamedTuple):
+    """What an index says of its checkpoint."""
+
+    number: int
+    step: int
+    id: str
+    files: dict[str, int]  # sizes
+    nodes: dict[str, str]  # who wrote them
+
 
 class Sighting(NamedTuple):
-    """What a rank sees of a checkpoint. `known` is None where its index is damaged or absent."""
+    """What a rank sees of a checkpoint. Where its index is damaged or absent, `ids` are those in its files."""
 
     path: Path
-    known: tuple[int, int, str, dict[str, int], dict[str, str]] | None  # number, step, id, sizes of files, who wrote them
+    known: KnownSave | None
     sizes: dict[str, int]  # of the files that are there
+    ids: dict[str, object]
+    damage: str
 
 
 class Spread(NamedTuple):
     """A checkpoint as all ranks see it together."""
 
     path: Path
-    number: int
     step: int
-    missing: dict[str, str]  # files that no rank sees, and their nodes
+    number: int = 0
+    id: str = ""
+    missing: Mapping[str, str] = {}  # files that no rank sees, and their nodes
+    damage: str | None = None  # of its index, where no rank can read one: then number and id are not known
+
+    @property
+    def whole(self) -> bool:
+        return not self.missing and self.damage is None
 
     def complain(self) -> str:
+        if self.damage is not None:
+            return f"the checkpoint {self.path} is damaged: {self.damage}"
         return f"the checkpoint {self.path} lacks {describe_missing(self.missing)}"
 
 
@@ -50,118 +72,175 @@ def describe_missing(files: Mapping[str, str]) -> str:
     return ", ".join(sorted(files)) + (f", written on {', '.join(nodes)}" if nodes else "")
 
 
-def find_on_nodes(path: Path, layout: ParallelLayout) -> Path:
-    """Return the checkpoint that --resume names, which may lie on several nodes. Raise CommandError if it is not whole."""
+def find_on_nodes(path: Path, layout: ParallelLayout) -> tuple[Path, str | None]:
+    """Return the checkpoint that --resume names, which may lie on several nodes, and its id there.
+
+    Raise CommandError if it is not whole.
+    """
     if layout.nodes == 1:
-        return layout.on_first(lambda: folders.find(path))
+        return layout.on_first(lambda: folders.find(path)), None
     found = spread(path, layout)
     if not found:
         layout.on_all(lambda: folders.find(path))
-    newest, whole = found[-1], [each for each in found if not each.missing]
-    if newest.missing:
+    whole = [each for each in found if each.whole]
+    newest = found[-1]
+    if unread := [each for each in found if each.damage is not None and each.step >= newest.step]:
+        newest = unread[-1]
+    if not newest.whole and not (whole and whole[-1].path == newest.path):  # an older save of the same step takes its place
         other = f"; the newest whole one is {whole[-1].path}: --resume {whole[-1].path} goes on with it" if whole else ""
         raise CommandError(f"{newest.complain()}: start these nodes too, or copy the files to {newest.path} of any node{other}")
-    return newest.path
+    return whole[-1].path, whole[-1].id
 
 
 def newest_whole(folder: Path, layout: ParallelLayout, above: int, verify: bool) -> tuple[Spread | None, list[str]]:
-    """Return a run's newest good checkpoint with a number above `above`, and what is wrong with those that are newer."""
-    wrong = []
-    for each in reversed([each for each in spread(folder, layout) if each.number > above]):
+    """Return a run's newest good checkpoint with a number above `above`, and what is wrong with those that are newer.
+
+    Its index is shared. One whose number can't be read may be newer.
+    """
+    found = spread(folder, layout)
+    wrong = {each.path: each.complain() for each in found if each.damage is not None}
+    for each in reversed([each for each in found if each.damage is None and each.number > above]):
         if each.missing:
-            wrong.append(each.complain())
+            wrong.setdefault(each.path, each.complain())
             continue
         try:
+            share_index(each.path, each.id, layout)
             if verify:
-                share_index(each.path, layout)
-                index = folders.read_index(each.path)
-                verify_on_nodes(each.path, index, layout)
-            return each, wrong
-        except (folders.Damaged, CommandError) as error:
-            wrong.append(f"the checkpoint {each.path} is damaged: {error}")
-    return None, wrong
+                verify_on_nodes(each.path, layout.agree(lambda: folders.read_index(each.path)), layout)  # noqa: B023
+            return each, [*wrong.values()]
+        except (folders.Damaged, CommandError, OSError) as error:
+            wrong.setdefault(each.path, f"the checkpoint {each.path} is damaged: {error}")
+    return None, [*wrong.values()]
 
 
 def spread(path: Path, layout: ParallelLayout) -> list[Spread]:
-    """Return the checkpoint at a path, or a run's checkpoints, as all nodes have them, oldest first."""
+    """Return the checkpoint at a path, or a run's checkpoints, as all nodes have them, oldest first.
+
+    Of several saves of a step, which a crash between two nodes leaves, there is one each. Those without an index come first.
+    """
+    itself = any(layout.on_all(lambda: any((each / folders.INDEX).exists() for each in (path, folders.replaced_at(path)))))
     mine = layout.rank in layout.first_of_nodes
     seen: dict[Path, list[Sighting]] = {}
-    for sighting in (each for theirs in layout.on_all(lambda: list(_sightings(path)) if mine else []) for each in theirs):
-        seen.setdefault(sighting.path, []).append(sighting)
+    for sighting in (s for theirs in layout.on_all(lambda: list(_sightings(path, itself)) if mine else []) for s in theirs):
+        seen.setdefault(folders.place_of(sighting.path), []).append(sighting)
     found = []
     for place, sightings in seen.items():
-        known = [each.known for each in sightings if each.known is not None]
-        if known:
-            newest = number, step, _, sizes, nodes = max(known, key=lambda each: each[:3])  # of several saves of a step
-            there = [each.sizes for each in sightings if each.known is None or each.known == newest]
-            missing = {name: nodes.get(name, "") for name, size in sizes.items() if all(s.get(name) != size for s in there)}
-            found.append(Spread(place, number, step, missing))
-    return sorted(found, key=lambda each: each.number)
+        saves = {each.known.id: each.known for each in sightings if each.known is not None}
+        for known in saves.values():
+            there = [_files_of(known.id, each) for each in sightings]
+            missing = [name for name, size in known.files.items() if all(files.get(name) != size for files in there)]
+            nodes = {name: known.nodes.get(name, "") for name in missing}
+            found.append(Spread(place, known.step, known.number, known.id, nodes))
+        newest = [each for each in sightings if each.path == place] or sightings
+        if all(each.known is None for each in newest):
+            found.append(Spread(place, folders.step_of(place), damage=newest[0].damage))
+    return sorted(found, key=lambda each: (each.number, each.step, each.id))
 
 
-def _sightings(path: Path) -> Iterator[Sighting]:
-    for place in [path] if (path / folders.INDEX).exists() else folders.named(path / "checkpoints"):
-        found = None
-        with suppress(CommandError):
-            index = folders.read_index(place)
-            found = index["number"], index["step"], index["id"], dict(index["files"]), _nodes(index)
-        yield Sighting(place, found, {each.name: each.stat().st_size for each in place.iterdir() if each.is_file()})
+def _files_of(id: str, sighting: Sighting) -> dict[str, int]:
+    """Return the sizes of the files of a save that were seen."""
+    if sighting.known is not None:
+        return sighting.sizes if sighting.known.id == id else {}
+    return {name: size for name, size in sighting.sizes.items() if sighting.ids.get(name) == id}
+
+
+def _sightings(path: Path, itself: bool) -> Iterator[Sighting]:
+    """Look at the checkpoint at a path, or at those of a run, and at what has made room for them."""
+    places = [path] if itself else sorted(set(map(folders.place_of, folders.named(path / "checkpoints"))))
+    for checkpoint in (each for place in places for each in (place, folders.replaced_at(place)) if each.is_dir()):
+        known, damage = None, ""
+        try:
+            index = folders.read_index(checkpoint)
+            known = KnownSave(index["number"], index["step"], index["id"], dict(index["files"]), _nodes(index))
+        except CommandError as error:
+            damage = str(error)
+        files = [each for each in checkpoint.iterdir() if each.is_file()]
+        ids = {each.name: _written_id(each) for each in files} if known is None else {}
+        yield Sighting(checkpoint, known, {each.name: each.stat().st_size for each in files}, ids, damage)
+
+
+def _written_id(path: Path) -> object:
+    """Return the id in a file's header, or None where it can't be read."""
+    with suppress(OSError), open_regular(path) as file:
+        return folders.written_id(file)
+    return None
 
 
 # ---- loading ----
 
 
-def share_index(path: Path, layout: ParallelLayout) -> None:
-    """Write a checkpoint's index, the newest that a node has, to disks that lack it."""
-    if layout.nodes == 1:
+def share_index(path: Path, id: str, layout: ParallelLayout) -> None:
+    """Put a checkpoint in its place on disks where another save of its step is there, and its index on disks that lack it."""
+
+    def look() -> list[str | None]:
+        place = path.resolve()
+        return [_id_at(each) for each in (place, folders.replaced_at(place))]
+
+    seen = layout.on_all(look)
+    if all(place == id for place, _ in seen):
         return
-    seen = layout.on_all(lambda: _number_and_id(path))
-    newest = max(seen)
-    if newest[0] < 0:
-        folders.read_index_or_advise(path)
-    if seen.count(newest) == layout.ranks:
-        return
-    text = layout.on_rank(seen.index(newest), lambda: read_regular(path / folders.INDEX))
+    source = next((rank for rank, ids in enumerate(seen) if id in ids), None)
+    if source is None:
+        raise CommandError(f"the checkpoint {path} must be where it was found, but is gone: is another run writing there?")
+
+    def read() -> bytes:
+        place = path.resolve()
+        return read_regular((place if seen[source][0] == id else folders.replaced_at(place)) / folders.INDEX)
+
+    text = layout.on_rank(source, read)
+
+    def settle() -> None:
+        place, (here, replaced) = path.resolve(), look()
+        if here == id:
+            return
+        if place.exists() and (here is not None or replaced == id):
+            folders.make_room(place)
+        if replaced == id and not place.exists():
+            folders.replaced_at(place).rename(place)
+        else:
+            place.mkdir(parents=True, exist_ok=True)
+            write_atomically(place / folders.INDEX, text)
+
     for rank in layout.first_of_nodes:  # one after another, as some may share a disk
-
-        def write() -> None:
-            if layout.rank == rank and _number_and_id(path) != newest:  # noqa: B023 - called at once
-                path.mkdir(parents=True, exist_ok=True)
-                write_atomically(path / folders.INDEX, text)
-
-        layout.on_all(write)
+        layout.on_all(lambda: settle() if layout.rank == rank else None)  # noqa: B023 - called at once
 
 
 def verify_on_nodes(path: Path, index: Mapping[str, Any], layout: ParallelLayout) -> None:
-    """Raise Damaged on all ranks if a file of any disk has changed. The ranks that see a disk share its files."""
+    """Raise Damaged on all ranks if a file of any disk has changed, or is on none. The ranks that see a disk share its files."""
     own: Mapping[str, Any] = index
     sharers: Sequence[int] = range(layout.ranks)
     if layout.nodes > 1:
-        about = (path / folders.INDEX).stat()
-        disks = group_ranks(layout.on_all(lambda: (about.st_ino, about.st_ctime_ns)))
-        sharers = next((disk for disk in disks if layout.rank in disk), sharers)
-        own = {**index, "files": {name: size for name, size in index["files"].items() if (path / name).exists()}}
+        sizes: dict[str, int] = index["files"]
+        sharers = _sharers(path, layout)[layout.rank]
+        seen = layout.on_all(lambda: _files_there(path, sizes, index) if layout.rank == sharers[0] else set())
+        if nowhere := {*sizes}.difference(*seen):
+            raise _lacking(nowhere, index)
+        own = {**index, "files": {name: sizes[name] for name in sizes if name in seen[sharers[0]]}}
     layout.on_all(lambda: folders.verify(path, own, sharers.index(layout.rank), len(sharers)))
 
 
 def fetch(path: Path, needed: Collection[str], index: Mapping[str, Any], layout: ParallelLayout) -> None:
-    """Copy the files that ranks of this node need and its disk lacks from nodes that have them. All ranks call it."""
+    """Copy the files that ranks need and their disk lacks from nodes that have them. All ranks call it."""
     if layout.nodes == 1:
         return
     sizes: dict[str, int] = index["files"]
-    seen = layout.on_all(lambda: ({name for name, size in sizes.items() if _size(path / name) == size}, {*needed}))
-    lacking = [wanted - there for there, wanted in seen]
-    if nowhere := set.union(*lacking).difference(*(there for there, _ in seen)):
-        raise folders.Damaged(f"it lacks {describe_missing({name: _nodes(index).get(name, '') for name in nowhere})}")
+    lacking = layout.on_all(lambda: {*needed} - _files_there(path, needed, index))
+    wanted = sorted(set.union(*lacking))
+    if not wanted:
+        return
+    seen = layout.on_all(lambda: _files_there(path, wanted, index))
+    if nowhere := {*wanted}.difference(*seen):
+        raise _lacking(nowhere, index)
+    sharers = _sharers(path, layout)
+    layout.on_all(lambda: _remove_parts(path) if layout.rank == sharers[layout.rank][0] else None)
     errors = []
-    for name in sorted(set.union(*lacking)):
-        giver = next(rank for rank, (there, _) in enumerate(seen) if name in there)
-        hosts = {host for host, names in zip(layout.hosts, lacking, strict=True) if name in names}
-        takers = [rank for rank in layout.first_of_nodes if layout.hosts[rank] in hosts]
+    for name in wanted:
+        giver = next(rank for rank, there in enumerate(seen) if name in there)
+        takers = sorted({sharers[rank][0] for rank, names in enumerate(lacking) if name in names} - {giver})
         if layout.rank == giver:
             errors.append(_give(path / name, sizes[name], takers))
         elif layout.rank in takers:
-            errors.append(_take(path / name, sizes[name], (index.get("checksums") or {}).get(name), giver))
+            errors.append(_take(path / name, sizes[name], (index.get("checksums") or {}).get(name), giver, layout.rank))
 
     def check() -> None:
         for error in errors:
@@ -169,6 +248,33 @@ def fetch(path: Path, needed: Collection[str], index: Mapping[str, Any], layout:
                 raise error
 
     layout.on_all(check)
+
+
+def _sharers(path: Path, layout: ParallelLayout) -> list[Sequence[int]]:
+    """Return, for each rank, the ranks that see the same disk, by the file of a checkpoint's index there."""
+
+    def look() -> tuple[int, int]:
+        about = (path / folders.INDEX).stat()
+        return about.st_ino, about.st_ctime_ns
+
+    disks = group_ranks(layout.on_all(look)) or (tuple(range(layout.ranks)),)
+    return [next(disk for disk in disks if rank in disk) for rank in range(layout.ranks)]
+
+
+def _files_there(path: Path, names: Collection[str], index: Mapping[str, Any]) -> set[str]:
+    """Return those of a checkpoint's files that are there whole, and are no other checkpoint's."""
+    of_size = [name for name in names if (path / name).parent == path and _size(path / name) == index["files"].get(name)]
+    return {name for name in of_size if _written_id(path / name) == index["id"]}
+
+
+def _lacking(names: Collection[str], index: Mapping[str, Any]) -> folders.Damaged:
+    return folders.Damaged(f"it lacks {describe_missing({name: _nodes(index).get(name, '') for name in names})}")
+
+
+def _remove_parts(path: Path) -> None:
+    """Remove what killed processes have fetched of files."""
+    for part in path.glob(f"*.safetensors.*{_PART}"):
+        part.unlink(missing_ok=True)
 
 
 def _give(path: Path, size: int, takers: Sequence[int]) -> Exception | None:
@@ -187,10 +293,10 @@ def _give(path: Path, size: int, takers: Sequence[int]) -> Exception | None:
     return failed
 
 
-def _take(path: Path, size: int, sums: Sequence[int] | None, giver: int) -> Exception | None:
+def _take(path: Path, size: int, sums: Sequence[int] | None, giver: int, rank: int) -> Exception | None:
     """Receive a file, and compare it with its checksums before it has its name. Return what went wrong."""
     blocks, found = _received(size, giver), checksums.BlockSums()
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{rank}{_PART}")
     try:
         with part.open("xb") as file:
             for block in blocks:
@@ -230,9 +336,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _number_and_id(path: Path) -> tuple[int, str]:
-    """Return a checkpoint's number and id, or those that are below all others where its index is damaged or absent."""
+def _id_at(path: Path) -> str | None:
+    """Return a checkpoint's id, or None where its index is damaged or absent."""
     with suppress(CommandError):
-        index = folders.read_index(path)
-        return index["number"], index["id"]
-    return -1, ""
+        return str(folders.read_index(path)["id"])
+    return None

@@ -57,7 +57,7 @@ def save(
             index = layout.on_first(lambda: (part / folders.INDEX).read_bytes())
             layout.on_each_disk(lambda: write_atomically(part / folders.INDEX, index))
         layout.on_each_disk(lambda: folders.finish(part))
-        layout.on_each_disk(lambda: folders.keep(folder, options.keep_checkpoints))  # older ones stay until all have this one
+        layout.on_each_disk(lambda: folders.keep(folder, options.keep_checkpoints))  # others stay until all have this one
     except OSError as error:
         if layout.rank == layout.sharers[0]:
             shutil.rmtree(folder / f"step-{step:08}.part", ignore_errors=True)

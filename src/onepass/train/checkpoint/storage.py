@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from onepass.runtime.regular_file import open_regular
-from onepass.train.checkpoint.folders import INDEX, LONGEST_HEADER, Damaged, file_of, index_json
+from onepass.train.checkpoint.folders import INDEX, Damaged, file_of, index_json, written_id
 from onepass.train.checkpoint.parts import Chunk
 from onepass.train.checksums import BlockSums
 
@@ -292,7 +292,7 @@ class _Reader(_NothingToPrepare, StorageReader):
     def _opened(self, name: str) -> Iterator[BinaryIO]:
         """Open a file. Raise Damaged if its size or the id in its header is not what was written."""
         with open_regular(file_of(self.folder, name, self.index)) as file:
-            if _id(file) != self.index["id"]:
+            if written_id(file) != self.index["id"]:
                 raise Damaged(f"{name} is no file of it")
             yield file
 
@@ -311,14 +311,6 @@ def _are_apart(chunks: list[ChunkStorageMetadata]) -> bool:
 def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
     spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(max(a, b) < min(a + m, b + n) for a, m, b, n in spans)
-
-
-def _id(file: BinaryIO) -> object:
-    length = int.from_bytes(file.read(8), "little")
-    try:
-        return json.loads(file.read(min(length, LONGEST_HEADER)))["__metadata__"]["id"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _read(file: BinaryIO, place: _Place, item: ReadItem) -> Tensor:
