@@ -89,7 +89,7 @@ def test_the_learning_rate():
             "in place of --swiglu: --gated-linear-unit --activation-func silu; in place of --learning_rate: --lr (see",
         ),
         (["--num-attention-heads", "3"], "num_attention_heads"),
-        (["--preset", "tin"], "--preset must be one of tiny, 124M, 350M, 1B, 7B, 8B, but is 'tin'; did you mean 'tiny'?"),
+        (["--preset", "tin"], "7B, 8B, 70B, 405B, but is 'tin'; did you mean 'tiny'?"),
         (["--config", "/nowhere/x.yaml"], "--config /nowhere/x.yaml can't be read: No such file or directory"),
         (["--data", "/nowhere/x.txt"], "--data /nowhere/x.txt is no file and no folder"),
         (["--resume", "/nowhere"], "/nowhere"),
