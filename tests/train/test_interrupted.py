@@ -238,6 +238,9 @@ def test_a_restart_is_recognised_whatever_resume_names(given, run, tmp_path, mon
     assert place.again and place.folder.samefile(run)
     begin = find_beginning(args, place, alone)
     assert begin.resume.samefile(run / "checkpoints" / "step-00000006") and begin.verified and begin.number == 0
+    monkeypatch.chdir(run)
+    args = Namespace(folder=Path("."), resume=None, resume_if_exists=True)
+    assert find_beginning(args, find_place(args, alone), alone).resume == Path("checkpoints/step-00000006")
 
 
 def test_a_restart_waits_for_its_predecessor(run, corpus, monkeypatch, capsys):

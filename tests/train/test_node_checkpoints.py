@@ -270,11 +270,12 @@ def run_takers(group, folder):
     before = Path.cwd()
     os.chdir(place.parent)
     try:
-        with patch.object(os, "getpid", lambda: 17):
+        with patch.object(os, "getpid", lambda: 17), patch.object(dist, "send", wraps=dist.send) as send:
             nodes.fetch(Path(place.name), {file.name}, index, layout)
     finally:
         os.chdir(before)
-    return file.read_bytes() == data, sorted(path.name for path in place.iterdir())
+    takers = [call.args[1] for call in send.call_args_list]
+    return file.read_bytes() == data, sorted(path.name for path in place.iterdir()), takers
 
 
 def test_one_process_of_a_disk_takes_a_file(tmp_path):
@@ -283,8 +284,9 @@ def test_one_process_of_a_disk_takes_a_file(tmp_path):
         first, *others = world.run(run_takers, tmp_path)
     finally:
         world.close()
-    assert all(same for same, _ in (first, *others))
-    assert all(names == ["0.safetensors", "checkpoint.json"] for _, names in others)
+    assert all(same for same, *_ in (first, *others))
+    assert all(names == ["0.safetensors", "checkpoint.json"] for _, names, _ in others)
+    assert first[2] == [1] and others[0][2] == others[1][2] == []
 
 
 # ---- a rank that others wait for ----

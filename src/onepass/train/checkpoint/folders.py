@@ -178,12 +178,12 @@ def named(folder: Path) -> list[Path]:
 
 def place_of(checkpoint: Path) -> Path:
     """Return the place of a checkpoint that may have made room for another one."""
-    return checkpoint.with_name(checkpoint.name.removesuffix(_REPLACED))
+    return checkpoint.parent / checkpoint.name.removesuffix(_REPLACED)
 
 
 def replaced_at(place: Path) -> Path:
     """Return where a checkpoint goes that makes room for another one at its place."""
-    return place.with_name(place.name + _REPLACED)
+    return place.parent / (place.name + _REPLACED)  # the working folder has no name, which with_name() refuses
 
 
 def step_of(place: Path) -> int:
