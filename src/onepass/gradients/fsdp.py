@@ -183,6 +183,19 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
                     yield group
 
 
+def check_collectives(groups: list[Any], *, reduce: bool = False) -> None:
+    """Raise where something else has replaced FSDP2's own gathers, or its reductions if `reduce`, which would be undone."""
+    for group in groups:
+        for name, default in (("_all_gather_comm", "DefaultAllGather"), ("_reduce_scatter_comm", "DefaultReduceScatter"))[
+            : 1 + reduce
+        ]:
+            found = type(getattr(group, name)).__name__
+            if found != default:
+                raise ValueError(
+                    f"the model's collectives must be FSDP2's own, but {found} has replaced them: use one of the two"
+                )
+
+
 def _check_policy(group: Any) -> None:
     for parameter in group.fsdp_params:
         if _in_leaf(parameter):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.gradients.fsdp import groups_of, unsupported
+from onepass.gradients.fsdp import check_collectives, groups_of, unsupported
 from onepass.gradients.packed_gathers import packed_with
 from onepass.kernels.fp8_cast import cast_tensor
 from onepass.product.fp8.scales import FP8Scales
@@ -123,6 +123,12 @@ def _recipe_of(parameter: Any, group: dist.ProcessGroup) -> FP8Recipe | None:
     return recipe if divided and plain and fits_fp8(parameter._orig_size) else None
 
 
+def _coded(group: Any) -> int:
+    """Return how many of a group's weights would travel as codes."""
+    ranks = group._all_gather_process_group
+    return sum(_recipe_of(parameter, ranks) is not None for parameter in group.fsdp_params) if ranks.size() > 1 else 0
+
+
 def use_fp8_gathers(model: nn.Module) -> int:
     """Let FSDP2 gather weights as codes of eight bits where their products are in eight bits, and return how many weights.
 
@@ -144,10 +150,10 @@ def use_fp8_gathers(model: nn.Module) -> int:
         raise ValueError("model must be sharded by fully_shard, but none of its modules is")
     if (reason := unsupported(groups)) is not None:
         raise RuntimeError(f"weights can't be gathered as codes: {reason}")
-    for group in groups:
-        ranks = group._all_gather_process_group
-        mine = sum(_recipe_of(parameter, ranks) is not None for parameter in group.fsdp_params)
-        if mine and ranks.size() > 1:
+    of_group = [(group, _coded(group)) for group in groups]
+    check_collectives([group for group, mine in of_group if mine])
+    for group, mine in of_group:
+        if mine:
             group._all_gather_comm = FP8AllGather(group)
             count += mine
     if not count:

@@ -13,12 +13,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
+from onepass.gradients import copy_engines
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import linears
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.patches import Patches
 from onepass.kernels import fp8_cast
 from onepass.nn import use_fp8_gathers
+from onepass.parallel import use_copy_engines
 from onepass.product.fp8 import scales
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -294,3 +296,13 @@ def test_what_gathers_in_eight_bits_refuse(group):
         fully_shard(model, mesh=mesh)
         with pytest.raises(ValueError, match="must have layers in eight bits with one scale a weight"):
             use_fp8_gathers(model)
+
+
+def test_gathers_in_eight_bits_and_by_copy_engines_exclude_each_other(group):
+    policy, reach = MixedPrecisionPolicy(), patch.object(copy_engines, "_check_reach", lambda group: None)
+    for first, second, found in ((use_copy_engines, use_fp8_gathers, "CopyEngine"), (use_fp8_gathers, use_copy_engines, "FP8")):
+        model = sharded_in_eight_bits(policy)
+        with reach:
+            first(model)
+            with pytest.raises(ValueError, match=f"collectives must be FSDP2's own, but {found}AllGather has replaced them"):
+                second(model)
