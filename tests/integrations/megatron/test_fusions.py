@@ -337,6 +337,17 @@ def test_rope_of_documents_over_context_parallel_ranks(interleaved):
         ends.copy_(changed)  # in place: the positions are made anew
         found = rope_utils.fused_apply_rotary_pos_emb_thd(t, ends, freqs, size, rank, interleaved)
         torch.testing.assert_close(found, rope_utils._apply_rotary_pos_emb_thd(t, ends, freqs, interleaved, cp_group=group))
+        for _ in range(3):
+            ends.add_(0)  # a version each
+            rope_utils.fused_apply_rotary_pos_emb_thd(t, ends, freqs, size, rank, interleaved)
+        kept = [each for each in vars(ends).values() if isinstance(each, tuple)]
+        assert len(kept) == 1 and sum(isinstance(each, torch.Tensor) for each in kept[0][1]) == 2  # the last alone
+        with torch.inference_mode():
+            ends = torch.tensor(sorted([0, 12, 36, 48, *empty]), dtype=torch.int32)
+            rope_utils.fused_apply_rotary_pos_emb_thd(t, ends, freqs, size, rank, interleaved)
+            ends.copy_(changed)
+            found = rope_utils.fused_apply_rotary_pos_emb_thd(t, ends, freqs, size, rank, interleaved)
+            torch.testing.assert_close(found, rope_utils._apply_rotary_pos_emb_thd(t, ends, freqs, interleaved, cp_group=group))
         odd = torch.tensor([0, 6, 12, 32], dtype=torch.int32)  # 6 tokens have no four parts, 12 and 20 have
         wrong = rope_utils.fused_apply_rotary_pos_emb_thd(torch.randn(16, 2, H), odd, freqs, 2, 0, interleaved)[..., 0].isnan()
         assert wrong.all(1).tolist() == [i < 6 for i in range(16)]

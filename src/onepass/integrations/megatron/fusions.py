@@ -154,20 +154,20 @@ def _positions_of_parts(ends: Tensor, tokens: int, cp_size: int, cp_rank: int) -
     """Return each token's position in its document, of whose 2 cp_size parts this rank has one, and its mirror image.
 
     Also whether the document's length is no multiple of 2 cp_size. Nothing is read by the host. cu_seqlens carries both to the
-    next call.
+    next call, unless nobody can tell whether it has been written to since: in inference mode.
     """
-    made: dict[Any, tuple[Tensor, Tensor]] = vars(ends).setdefault(_POSITIONS, {})
     key = tokens, cp_size, cp_rank, None if ends.is_inference() else ends._version
-    if key in made:
-        return made[key]
+    known: tuple[Any, tuple[Tensor, Tensor]] | None = vars(ends).get(_POSITIONS)
+    if known is not None and known[0] == key:
+        return known[1]
     token = torch.arange(tokens, device=ends.device)
     document = torch.searchsorted(ends[1:] // cp_size, token, right=True).clamp_(max=ends.shape[0] - 2)
     length, offset = ends.diff()[document], token - ends[document] // cp_size
     part, wrong = length // (2 * cp_size), (length % (2 * cp_size) != 0) | (token >= ends[-1] // cp_size)
     at = offset + torch.where(offset >= part, 2 * cp_size - 2 - cp_rank, cp_rank) * part
     found = at.masked_fill(wrong, 0), wrong[:, None]
-    if not (ends.is_cuda and torch.cuda.is_current_stream_capturing()):
-        made[key] = found
+    if not ends.is_inference() and not (ends.is_cuda and torch.cuda.is_current_stream_capturing()):
+        vars(ends)[_POSITIONS] = key, found
     return found
 
 
