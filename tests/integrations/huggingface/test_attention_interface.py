@@ -150,6 +150,34 @@ def test_positions_that_begin_again_part_documents_in_spite_of_a_cache(attended,
     assert_alike(step(model, **given | {"use_cache": True, "attention_mask": torch.ones(1, 12)}), expected)
 
 
+def test_positions_without_a_mask(attended, monkeypatch):
+    """As other code calls the function: the host looks once for all layers, and a graph has the same documents."""
+    looks, look = [], documents.documents_of_rows
+    monkeypatch.setattr(
+        attention_interface, "documents_of_rows", lambda *args, **options: looks.append(1) or look(*args, **options)
+    )
+    torch.manual_seed(7)
+    module, q, positions = (
+        SimpleNamespace(is_causal=True, training=True),
+        torch.randn(1, 2, 12, 8),
+        PACKED["position_ids"].clone(),
+    )
+
+    def attend(q, positions):
+        return attention_interface.onepass_attention_forward(module, q, q, q, None, position_ids=positions, sliding_window=3)[0]
+
+    expected = [attend(q, positions) for _ in range(3)][-1]
+    assert len(looks) == 1 and attended[0][0].equal(LENGTHS)
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="eager")(q, positions), expected)
+    positions.copy_(torch.arange(12))  # in place: they are looked at anew
+    assert (attend(q, positions) - expected)[:, 4:].abs().amax() > 0.1 and len(looks) == 2
+    with torch.inference_mode():
+        kept = PACKED["position_ids"].clone()
+        torch.testing.assert_close(attend(q, kept), expected)
+        kept.copy_(positions)
+        torch.testing.assert_close(attend(q, kept), attend(q, positions))
+
+
 def test_values_of_another_size_than_keys(attended):
     sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     config = transformers.DeepseekV3Config(**SMALL | sizes | {"num_key_value_heads": 4, "first_k_dense_replace": 2})

@@ -17,6 +17,7 @@ from parallel.cpu_ring import known_to_cpus
 from parallel.worlds import PAIRS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import onepass
 from onepass.integrations import huggingface
@@ -162,6 +163,72 @@ def test_ring_raises(group, case):
         applied.undo()
 
 
+def test_ring_in_a_row(group):
+    """A balanced ring takes such positions for its own order; one that is not has them."""
+    alone = model_of("Llama")
+    model = copy.deepcopy(alone)
+    huggingface.apply(model)
+    row = part_of(batch_of()[2])
+    parts = [each.clone() for each in batch_of()]
+    with in_ring(*parts), pytest.raises(ValueError, match="position_ids must count one sequence a row"):
+        loss_of(model, *parts[:2], row)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring._cp_options, "enable_load_balance", False)
+        parts = [each.clone() for each in batch_of()]
+        with in_ring(*parts):
+            assert parts[2].equal(row)
+            loss = loss_of(model, *parts)
+            loss.backward()
+    assert_as_alone(group, model, loss, alone, batch_of())
+
+
+def mask_without(*hidden):
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[1, [*hidden]] = 0
+    return mask
+
+
+HOLES = {
+    "a rank's tokens": mask_without(*range(8)),
+    "a part of it": mask_without(2, 3),
+    "across the border": mask_without(6, 7, 8),
+}
+
+
+@pytest.mark.parametrize("case", HOLES)
+def test_holes_raise_on_every_rank(group, case):
+    model = model_of("Llama")
+    huggingface.apply(model)
+    words = "attention_mask must hide no token before one"
+    parts, mask = [each.clone() for each in batch_of()], HOLES[case].clone()
+    with in_ring(*parts, mask), pytest.raises(ValueError, match=words):
+        loss_of(model, *parts, attention_mask=mask)
+    with in_ulysses("sdpa"):
+        parts = [*map(part_of, batch_of())]
+        with pytest.raises(ValueError, match=words):
+            loss_of(model, *parts, attention_mask=part_of(HOLES[case]))
+        loss_of(model, *parts, attention_mask=part_of(mask_without(*range(7, 16))))
+
+
+def test_ring_compiled(group):
+    """Positions are looked at between graphs, and a model that must be one graph can't be compiled."""
+    torch.compiler.reset()
+    alone = model_of("Llama")
+    model = copy.deepcopy(alone)
+    huggingface.apply(model)
+    compiled, whole = (torch.compile(model, backend="eager", fullgraph=full) for full in (False, True))
+    parts = [each.clone() for each in batch_of()]
+    with in_ring(*parts):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="batches are looked at where sequences are spread"):
+            loss_of(whole, *parts)
+        loss = loss_of(compiled, *parts)
+        loss.backward()
+    assert_as_alone(group, model, loss, alone, batch_of())
+    parts = [each.clone() for each in batch_of(documents=True)]
+    with in_ring(*parts), pytest.raises(ValueError, match="position_ids must count one sequence a row"):
+        loss_of(compiled, *parts)
+
+
 def test_implementation_onepass_without_apply(group):
     parts = [each.clone() for each in batch_of()]
     with in_ring(*parts), pytest.raises(ValueError, match='attn_implementation must be "sdpa"'):
@@ -197,6 +264,7 @@ class Ulysses:
 
     def __init__(self, core):
         self.core, self.sp_rank, self.world_size, self.disable_in_eval = core, dist.get_rank(), dist.get_world_size(), True
+        self.process_group = dist.group.WORLD
 
     def __call__(self, module, query, key, value, attention_mask, **options):
         if not module.training:
@@ -242,8 +310,8 @@ ULYSSES = {  # the implementation, whether documents are packed, `apply` or not,
 }
 
 
-@pytest.mark.parametrize("case", ULYSSES)
-def test_ulysses(group, case):
+@pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in ULYSSES), ("without apply", True)], ids=str)
+def test_ulysses(group, case, compiled):
     """Attention of some heads over whole sequences, whose documents and windows onepass sees."""
     implementation, packed, applies, options = ULYSSES[case]
     alone = model_of(**options)
@@ -251,8 +319,9 @@ def test_ulysses(group, case):
     model.set_attn_implementation(implementation)
     if applies:
         huggingface.apply(model)
-    with in_ulysses(implementation):
-        loss = loss_of(model, *map(part_of, batch_of(packed)))
+    torch.compiler.reset()
+    with in_ulysses(implementation):  # whose exchange stands between graphs
+        loss = loss_of(torch.compile(model, backend="eager") if compiled else model, *map(part_of, batch_of(packed)))
         loss.backward()
     assert_as_alone(group, model, loss, alone, batch_of(packed))
 

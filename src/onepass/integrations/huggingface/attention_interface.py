@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onepass.integrations.huggingface.attention_masks import Sight, onepass_mask, sight_of
 from onepass.integrations.huggingface.context_parallel import spread_of
-from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows
+from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, documents_unread
 from onepass.integrations.huggingface.interfaces import attend_heads
 from onepass.integrations.huggingface.rotation import globals_with
 from onepass.ops.attention.attention import unsupported
@@ -88,7 +88,7 @@ def onepass_attention_forward(
     if sight is None and attention_mask is None and aligned:
         sight = Sight(causal)
         if causal and tokens > 1:  # as flash attention has them: Ulysses gives no masks
-            documents = _documents_by_positions(query, options.get("position_ids"), rows, tokens)
+            documents = _documents_by_positions(options.get("position_ids"), rows, tokens, query.device)
             sight = sight._replace(window=options.get("sliding_window"), documents=documents)
     given = options.get("cu_seq_lens_q") is not None
     if sight is None:
@@ -108,8 +108,8 @@ def onepass_attention_forward(
         sight = sight._replace(documents=_documents_given(options, query, aligned))
     elif sight.documents is None and sight.causal and attention_mask is not None:
         positions = options.get("position_ids")
-        if isinstance(positions, Tensor) and positions.shape == (1, tokens):
-            sight = sight._replace(documents=_documents_by_positions(attention_mask, positions, rows, tokens))
+        if isinstance(positions, Tensor) and positions.shape == (1, tokens) and can_count(positions):
+            sight = sight._replace(documents=_documents_by_positions(positions, rows, tokens, query.device))
     documents = sight.documents
     sizes = key.shape[-1] == query.shape[-1] >= value.shape[-1]
     if position_bias is None and sizes and _takes(module, query, key, sight):
@@ -167,19 +167,22 @@ def _documents_given(options: dict[str, Any], query: Tensor, aligned: bool) -> T
         raise ValueError(f"{wrong}: {why}") from None
 
 
-def _documents_by_positions(keeper: Tensor, position_ids: Any, rows: int, tokens: int) -> Tensor | None:
+def _documents_by_positions(position_ids: Any, rows: int, tokens: int, device: torch.device) -> Tensor | None:
     """Return the boundaries in rows whose positions begin again, as transformers looks for them with flash attention.
 
-    transformers' masks don't part documents where there is a cache. The host waits once for a keeper, a marker or q, which keeps
-    what was found.
+    transformers' masks don't part documents where there is a cache. The host waits once for position_ids, which carry what was
+    found to the next layer. In a graph it can't: there are empty documents then.
     """
-    shapes = (1, tokens), (rows, tokens)
-    if not isinstance(position_ids, Tensor) or position_ids.shape not in shapes or not can_count(position_ids):
+    if not isinstance(position_ids, Tensor) or position_ids.shape not in ((1, tokens), (rows, tokens)):
         return None
-    known = getattr(keeper, "_onepass_documents", None)
-    if known is None or known[0] is not position_ids:
-        known = position_ids, documents_of_rows(position_ids, rows, tokens, keeper.device, padding=False)
-        keeper._onepass_documents = known  # type: ignore[attr-defined]
+    if not can_count(position_ids):
+        return documents_unread(position_ids.to(device), rows, tokens)
+    key = rows, tokens, device, None if position_ids.is_inference() else position_ids._version
+    known = getattr(position_ids, "_onepass_documents", None)
+    if known is None or known[0] != key:
+        known = key, documents_of_rows(position_ids, rows, tokens, device, padding=False)
+        if not position_ids.is_inference():  # else nobody can tell whether they have been written to since
+            position_ids._onepass_documents = known  # type: ignore[attr-defined]
     return known[1]
 
 

@@ -127,8 +127,8 @@ class AttentionMatch:
         """Raise where attention over ranks would see other keys than this module's."""
         module: Any = self.module
         implementation = module.config._attn_implementation
-        windows = (self.reach.chunk, None if implementation == NAME else self.reach.window)
-        spread.check_attention(implementation, min((size for size in windows if size is not None), default=None), tokens)
+        for kept in (self.reach.chunk, None if implementation == NAME else self.reach.window):
+            spread.check_attention(implementation, kept, tokens)
 
     # ---- the module's own code ----
 

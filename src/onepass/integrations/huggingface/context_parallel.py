@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +33,7 @@ class SequenceSpread:
     by: str
     rank: int | None = None
     size: int | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_ring(self) -> bool:
@@ -54,7 +56,7 @@ class SequenceSpread:
             )
 
     def check_batch(self, x: Tensor, inputs: dict[str, Any], parts_documents: bool) -> None:
-        """Raise where positions aren't those of one sequence a row, or a mask hides tokens before others.
+        """Raise where positions aren't those of one sequence a row, or a mask hides tokens before others, on whatever ranks.
 
         x: has the rows' tokens in its first two dimensions. parts_documents: whether attention parts them by their positions.
         """
@@ -63,34 +65,45 @@ class SequenceSpread:
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
         if not isinstance(positions, Tensor):
             raise ValueError(f"position_ids must be given where {self.by} spreads sequences over ranks: not each begins at 0")
-        if torch.compiler.is_compiling():
-            return
         if not can_count(positions):
             raise RuntimeError(f"position_ids must be readable under {self.by}: not in a CUDA graph or a function transform")
-        wrong = [torch.zeros((), dtype=torch.bool, device=x.device)] * 2
+        documents = holes = torch.zeros((), dtype=torch.bool, device=x.device)
         if not parts_documents:
-            wrong[0] = ~torch.stack([(positions == each).all() for each in self._orders(x, positions)]).any()
+            documents = (positions != self._order(x, positions)).any().to(x.device)
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            wrong[1] = ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any()
-        documents, holes = torch.stack([each.to(x.device) for each in wrong]).tolist()
-        if documents:
+            documents, holes = self._agreed(documents, mask.to(x.device) != 0, x)
+        has_documents, has_holes = torch.stack([documents, holes]).tolist()
+        if has_documents:
             raise ValueError(
                 f"position_ids must count one sequence a row under {self.by}, whose attention parts no documents, but they begin "
                 "again, or elsewhere than this rank's tokens do"
             )
-        if holes:
+        if has_holes:
             raise ValueError(f"attention_mask must hide no token before one that it keeps under {self.by}, which reads no mask")
 
-    def _orders(self, x: Tensor, positions: Tensor) -> list[Tensor]:
-        """Return the positions that this rank's tokens may have: in a row, or a ring's first part and its mirror image."""
+    def _agreed(self, documents: Tensor, kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whether any rank has documents, and whether a whole mask hides tokens before others: on all ranks the same.
+
+        A rank that raised by itself would leave the others to wait for it in attention.
+        """
+        if self.group is None or self.size is None or kept.shape != x.shape[:2]:  # a mask of whole rows is every rank's
+            return documents, (kept[:, 1:] & ~kept[:, :-1]).any()
+        rows, tokens = kept.shape
+        whole = torch.zeros(rows, tokens * self.size + 1, dtype=torch.uint8, device=x.device)
+        whole[:, self._order(x, kept)] = kept.to(torch.uint8)
+        whole[:, -1] = documents
+        dist.all_reduce(whole, dist.ReduceOp.MAX, self.group)
+        return whole[:, -1].any(), (whole[:, 1:-1] > whole[:, :-2]).any()
+
+    def _order(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the positions that this rank's tokens have: in a row, or a ring's first part and its mirror image."""
         tokens = torch.arange(x.shape[1], device=positions.device)
         if self.rank is None or self.size is None:
-            return [positions[..., :1] + tokens]
-        orders, half = [self.rank * x.shape[1] + tokens], x.shape[1] // 2
-        if self.is_ring and 2 * half == x.shape[1]:
-            first = torch.where(tokens < half, self.rank, 2 * self.size - 2 - self.rank)
-            orders.append(first * half + tokens)
-        return orders
+            return positions[..., :1] + tokens
+        if not self.is_ring or not _is_balanced():
+            return self.rank * x.shape[1] + tokens
+        half = x.shape[1] // 2
+        return torch.where(tokens < half, self.rank, 2 * self.size - 2 - self.rank) * half + tokens
 
 
 def spread_of(module: nn.Module, implementation: str | None = None) -> SequenceSpread | None:
@@ -123,9 +136,15 @@ def _mesh() -> DeviceMesh | None:
     return next((each for cell in cells if isinstance(each := cell.cell_contents, DeviceMesh)), None)
 
 
-def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
+def _place(mesh: DeviceMesh | None) -> tuple[int, int, dist.ProcessGroup]:
     assert mesh is not None
-    return mesh.get_local_rank(), mesh.size()
+    return mesh.get_local_rank(), mesh.size(), mesh.get_group()
+
+
+def _is_balanced() -> bool:
+    """Whether the ring that stands in for PyTorch's attention has heads and tails of sequences on a rank, as by default."""
+    options = getattr(F.scaled_dot_product_attention, "__globals__", {}).get("_cp_options")
+    return bool(getattr(options, "enable_load_balance", True))
 
 
 def _has_mesh() -> bool:
@@ -152,7 +171,7 @@ def _wrapper(implementation: str | None, training: bool) -> SequenceSpread | Non
         for cell in getattr(function, "__closure__", None) or ():
             ulysses = cell.cell_contents
             if hasattr(ulysses, "sp_rank") and (training or not getattr(ulysses, "disable_in_eval", False)):
-                return SequenceSpread(function.__module__, ulysses.sp_rank, ulysses.world_size)
+                return SequenceSpread(function.__module__, ulysses.sp_rank, ulysses.world_size, ulysses.process_group)
     return None
 
 

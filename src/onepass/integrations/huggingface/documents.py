@@ -24,6 +24,16 @@ def documents_of_lengths(cu_seqlens: object, of_keys: object, device: torch.devi
     return cu_seqlens.to(device, non_blocking=True)
 
 
+def documents_unread(positions: Tensor, rows: int, tokens: int) -> Tensor:
+    """Return int32 boundaries where positions begin again, and as many empty documents at the end as there can be documents.
+
+    Nothing is read by the host.
+    """
+    starts = starts_of(positions, False).expand(rows, tokens)
+    numbers = torch.arange(1, rows * tokens + 2, device=positions.device)
+    return torch.searchsorted(starts.flatten().cumsum(0), numbers, out_int32=True)
+
+
 def as_one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors [rows, tokens, ...] as [1, rows * tokens, ...], over which boundaries count."""
     return tuple(x if x.shape[0] == 1 else x.flatten(0, 1)[None] for x in tensors)

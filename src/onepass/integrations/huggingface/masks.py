@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attention_interface import NAME
 from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
-from onepass.integrations.huggingface.context_parallel import SequenceSpread, spread_of
+from onepass.integrations.huggingface.context_parallel import spread_of
 from onepass.integrations.huggingface.document_trials import LENGTHS_OF_Q, mixers_in, parts_documents
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
 from onepass.integrations.huggingface.interfaces import NOTHING, KeyRange, documents_of, marker_of, masks_nothing
@@ -103,13 +103,13 @@ class Stack:
     def marker(self, stack: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         """Return the marker for this call, or None where it is left to transformers."""
         inputs = self._given(args, options)
-        spread = spread_of(stack, stack.config._attn_implementation)
-        if spread is not None:
-            self._check_spread(spread, inputs)
+        spreads = spread_of(stack, stack.config._attn_implementation) is not None
+        if spreads:
+            self._check_spread(stack, inputs)
         try:
             if not self._intact(stack) or _MASK in self.names[: len(args)]:
                 return None
-            return self._marker(stack, inputs) if spread is None else NOTHING
+            return NOTHING if spreads else self._marker(stack, inputs)
         except Refused as reason:
             if not torch.compiler.is_compiling():
                 self.refused[str(reason)] = None
@@ -126,8 +126,11 @@ class Stack:
             return False
         return all(given.get(name) is None for name in _CACHE)
 
-    def _check_spread(self, spread: SequenceSpread, inputs: dict[str, Any]) -> None:
+    @torch.compiler.disable(reason="batches are looked at where sequences are spread over ranks")  # type: ignore[untyped-decorator]
+    def _check_spread(self, stack: Any, inputs: dict[str, Any]) -> None:
         """Raise where what one rank of several has of the batch can't be computed there."""
+        spread = spread_of(stack, stack.config._attn_implementation)
+        assert spread is not None
         x = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         spread.check_batch(x, inputs, parts_documents=self.by == NAME)
 
