@@ -52,9 +52,12 @@ def train(options: dict[str, Any], last: State | None, report: Callable[[int, fl
         first = last["step"]
         model.load_state_dict(last["model"])
         optimizer.load_state_dict(last["optimizer"])
-    rows = text().to(device)
+    rows, losses = text().to(device), Path(options["out"]) / "losses.jsonl"
+    if rank == 0:  # steps after the checkpoint come again
+        lines = losses.read_text().splitlines(keepends=True) if losses.exists() else []
+        losses.write_text("".join(lines[:first]))
     for step in range(first, options["steps"]):
-        batch = rows[torch.arange(ROWS, device=device) + (step * ranks + rank) * ROWS]
+        batch = rows[(torch.arange(ROWS, device=device) + (step * ranks + rank) * ROWS) % len(rows)]
         loss = wrapped(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
@@ -64,7 +67,7 @@ def train(options: dict[str, Any], last: State | None, report: Callable[[int, fl
         due = rank == 0 and (step + 1) % options["save_every"] == 0
         state = {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()} if due else None
         if rank == 0:
-            with (Path(options["out"]) / "losses.jsonl").open("a") as file:
+            with losses.open("a") as file:
                 file.write(json.dumps({"step": step + 1, "loss": mean.item()}) + "\n")
         report(step + 1, mean.item(), state)
 

@@ -26,17 +26,17 @@ def pack_gathers(weights: Sequence[Tensor]) -> bool | None:
 
     It does not where they belong to several of its groups, differ in type, are divided unevenly or have all-gather extensions.
     """
+    if _states() is None:
+        return _warn("it has no _module_state_mapping")
     for group in _groups():
         of_weight = {id(getattr(each, "_unsharded_param", None)): each for each in group.fsdp_params}
         found = [of_weight.get(id(weight)) for weight in weights]
         if None in found:
             continue
+        if (reason := _unsupported(group)) is not None:
+            return _warn(reason)
         # one rank gathers nothing, and FSDP2 then allocates each parameter's memory by its own size
-        several = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
-        if (reason := unsupported([group])) is not None:
-            warnings.warn(f"weights of one product have products of their own under FSDP2: {reason}", stacklevel=2)
-            return False
-        if not several or not all(map(_can_be_packed, found)):
+        if not _is_sharded(group) or group.mesh_info.shard_mesh_size == 1 or not all(map(_can_be_packed, found)):
             return False
         if len({each._unsharded_param.dtype for each in found}) > 1:  # type: ignore[union-attr]
             return False
@@ -45,11 +45,31 @@ def pack_gathers(weights: Sequence[Tensor]) -> bool | None:
     return None
 
 
-def _groups() -> Iterator[Any]:
-    """All parameter groups of FSDP2 in this process."""
+def _warn(reason: str) -> bool:
+    warnings.warn(f"weights of one product have products of their own under FSDP2: {reason}", stacklevel=3)
+    return False
+
+
+def _unsupported(group: Any) -> str | None:
+    if _is_sharded(group) and not hasattr(group.mesh_info, "shard_mesh_size"):
+        return "its meshes have no shard_mesh_size"
+    return unsupported([group])
+
+
+def _is_sharded(group: Any) -> bool:
+    """Whether the group's parameters are divided, and not only replicated."""
+    return getattr(group.mesh_info, "shard_mesh_dim", 0) is not None
+
+
+def _states() -> Any:
     from torch.distributed import _composable_state
 
-    for reference in list(getattr(_composable_state, "_module_state_mapping", {}).values()):
+    return getattr(_composable_state, "_module_state_mapping", None)
+
+
+def _groups() -> Iterator[Any]:
+    """All parameter groups of FSDP2 in this process."""
+    for reference in list(_states().values()):
         state = reference() if callable(reference) else reference
         for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
             if group is not None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
-from onepass.gradients import copy_engines
+from onepass.gradients import copy_engines, packed_gathers
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import linears
 from onepass.integrations.huggingface.loss import replace_loss
@@ -284,6 +284,28 @@ def test_one_rank_packs_nothing(group):
         loss, expected = (each(input_ids=ids, labels=ids).loss for each in (model, alone))
         torch.testing.assert_close(loss, expected)
         loss.backward()
+
+
+def test_without_names_of_fsdp2_products_stay_apart_and_a_warning_says_so(group):
+    from torch.distributed import _composable_state
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    model, ids = new_model(1), torch.arange(12).view(1, 12)
+    huggingface.apply(model)
+    fully_sharded(model)
+    with patch.object(_composable_state, "_module_state_mapping"):
+        del _composable_state._module_state_mapping
+        with pytest.warns(UserWarning, match="have products of their own under FSDP2: it has no _module_state_mapping"):
+            assert packed_gathers.pack_gathers([model.lm_head.weight]) is False
+    size = patch.object(FSDPMeshInfo, "__getattribute__", without_size)
+    with size, pytest.warns(UserWarning, match="their own under FSDP2: its meshes have no shard_mesh_size"), torch.no_grad():
+        model(input_ids=ids)
+
+
+def without_size(info, name):
+    if name == "shard_mesh_size":
+        raise AttributeError(name)
+    return object.__getattribute__(info, name)
 
 
 def test_what_gathers_in_eight_bits_refuse(group):
