@@ -2,20 +2,23 @@
 
 import importlib.util
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from onepass import cli
-from onepass.gpt import preset
+from onepass.gpt import Config, preset
+from onepass.runtime.errors import CommandError
+from onepass.train import stages
 from onepass.train.options import Options
 from onepass.train.plan import table
 from onepass.train.plan.block_time import ATTENTION, HEAD, PASSES, PRODUCTS, TENSOR, Run
-from onepass.train.plan.layout_memory import layout_memory
+from onepass.train.plan.layout_memory import layout_memory, parameters
 from onepass.train.plan.layouts import NODE, GPULayout, layout_of, why_not
 from onepass.train.plan.links import Group, bandwidth, gather_time, reduce_time
 from onepass.train.plan.rates import A100, B200, GPUS, H100, H200, named_rates
-from onepass.train.plan.step_time import BUBBLE, DATA, least_time, step_time
+from onepass.train.plan.step_time import BUBBLE, DATA, OPTIMIZER, least_time, step_time
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("planned", ROOT / "benchmarks" / "planned.py")
@@ -148,6 +151,65 @@ def test_a_runs_settings_as_a_layout():
     assert layout_of(config, options, 16) == GPULayout(2, 2, 4, 1, 1, 2, 32, "optimizer")
 
 
+def test_layouts_are_those_that_training_takes():
+    refused = 0
+    kinds = [(1,), (1, 2, 4), (1, 2), (1, 2), (1, 2), (6, 8, 22), ("optimizer", "fsdp")]
+    small = Config(num_layers=12, num_attention_heads=4, hidden_size=64, params_dtype="bf16", max_position_embeddings=64)
+    for eight, schedule in (None, "1f1b"), (None, "interleaved"), (None, "zero-bubble"), ("hybrid", "zero-bubble"):
+        config = small.replace(fp8_format=eight)
+        for tensor, pipeline, data, several, micro, batch, shard in product(*kinds):
+            layout = GPULayout(tensor, pipeline, data, 1, several, micro, batch, shard, schedule)
+            try:
+                made = config.replace(
+                    tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline,
+                    virtual_pipeline_model_parallel_size=several if several > 1 else None,
+                    untie_embeddings_and_output_weights=pipeline > 1,
+                )  # fmt: skip
+                options = Options(
+                    seq_length=64, micro_batch_size=micro, global_batch_size=batch, use_fsdp=shard == "fsdp",
+                    use_distributed_optimizer=shard == "optimizer", pipeline_schedule=schedule,
+                )  # fmt: skip
+                stages.check(made, options, data)
+                assert stages.microbatches(made, options, data) == layout.microbatches
+                trains = (shard != "fsdp" or data > 1) and not (eight and pipeline > 1)  # command.py's own
+            except (CommandError, ValueError):
+                trains, refused = False, refused + 1
+            assert (why_not(config, layout, 64) is None) == trains, (layout, why_not(config, layout, 64))
+    assert refused > 300
+
+
+def test_fsdp_zeroes_no_gradients():
+    one, sharded = (step_time(run_of(), GPULayout(data=16, batch=16, shard=shard)) for shard in ("optimizer", "fsdp"))
+    assert sharded.parts[OPTIMIZER] == pytest.approx(one.parts[OPTIMIZER] * 32 / 36)
+
+
+def test_tied_models_are_untied_in_pipelines():
+    config = preset("1B", params_dtype="bf16")
+    untied, layout = config.replace(untie_embeddings_and_output_weights=True), GPULayout(pipeline=2, batch=8)
+    assert config.tied and parameters(config, layout) == parameters(untied, layout)
+    assert parameters(config, GPULayout()) != parameters(untied, GPULayout())
+
+
+def test_blocks_that_recompute_are_counted_in_each_stage():
+    config, gpu = preset("8B", params_dtype="bf16", recompute_granularity="full"), int(H100.memory.value)
+    none = config.replace(recompute_granularity=None)
+
+    def found(config, layout):
+        memory = layout_memory(config, Options(seq_length=8192), layout, gpu)
+        return memory.activations, step_time(run_of()._replace(config=config), layout).seconds
+
+    for layout in (
+        GPULayout(batch=8),
+        GPULayout(pipeline=2, batch=8),
+        GPULayout(pipeline=2, stages=2, batch=8, schedule="interleaved"),
+    ):
+        places = layout.pipeline * layout.stages
+        half = config.replace(recompute_num_layers=16 // places)
+        for few, some, most in zip(found(none, layout), found(half, layout), found(config, layout), strict=True):
+            assert some == pytest.approx((few + most) / 2, rel=1e-3)
+        assert found(config.replace(recompute_num_layers=32), layout) == pytest.approx(found(config, layout))
+
+
 def test_every_rate_has_a_source():
     assert set(GPUS) == {"a100", "h100", "h200", "b200"}
     for gpu in GPUS.values():
@@ -194,6 +256,57 @@ def test_json_has_everything(capsys):
     assert memory["fits"] and memory["memory"]["loss"]["total"] <= memory["total"]
 
 
+def test_settings_of_a_file_are_fixed(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "_MOST", 1)
+    file = tmp_path / "run.yaml"
+    settings = {"params_dtype": "bf16", "tensor_model_parallel_size": 4, "micro_batch_size": 2, "use_fsdp": True}
+    settings |= {"recompute_granularity": "full", "pipeline_schedule": "1f1b", "global_batch_size": 64}
+    file.write_text(json.dumps(settings))  # YAML too
+    argv = "--preset", "8B", "--gpus", "16", "--config", str(file), "--json"
+    layouts = json.loads(plan(capsys, *argv)[1])["layouts"]
+    assert [list(each["layout"].values())[:9] for each in layouts] == [[4, 1, 4, 1, 1, 2, 64, "fsdp", "1f1b"]]
+    assert layouts[0]["recompute_granularity"] == "full"
+    assert {each["layout"]["tensor"] for each in json.loads(plan(capsys, *argv, "--tp", "2")[1])["layouts"]} == {2}
+    file.write_text(json.dumps(settings | {"use_fsdp": False, "use_distributed_optimizer": False}))
+    layouts = json.loads(plan(capsys, *argv)[1])["layouts"]
+    assert {each["layout"]["shard"] for each in layouts} == {"nothing"}
+    file.write_text(json.dumps(settings | {"tensor_model_parallel_size": "4"}))
+    assert "tensor_model_parallel_size must be of type int, but is '4'" in plan(capsys, *argv)[2]
+    file.write_text(json.dumps(settings | {"untie_embeddings_and_output_weights": False}))
+    assert "--pp must be 1 with untie_embeddings_and_output_weights False" in plan(capsys, *argv, "--pp", "2")[2]
+
+
+def test_settings_of_the_search_need_no_others(capsys, monkeypatch):
+    monkeypatch.setattr(table, "_MOST", 1)
+    argv = "--preset", "8B", "--gpus", "8", "--global-batch-size", "32", "--json"
+
+    def planned(*more):
+        return json.loads(plan(capsys, *argv, *more)[1])["layouts"]
+
+    assert {each["recompute_granularity"] for each in planned("--recompute-num-layers", "4")} == {"selective"}
+    for more in ("--num-virtual-stages-per-pipeline-rank", "2"), ("--pp", "4", "--num-layers-per-virtual-pipeline-stage", "4"):
+        assert {each["layout"]["stages"] for each in planned(*more)} == {2}
+    for schedule, several in ("1f1b", False), ("interleaved", True):
+        found = planned("--pp", "4", "--pipeline-schedule", schedule)
+        assert found and all((each["layout"]["stages"] > 1) == several for each in found)
+    tied = "--preset", "1B", "--gpus", "4", "--global-batch-size", "32"
+    for more in ("--pp", "2"), ("--pipeline-model-parallel-size", "2"):
+        assert plan(capsys, *tied, *more)[1].startswith("1.50B parameters")
+    assert plan(capsys, *tied, "--pp", "1")[1].startswith("1.24B parameters")
+
+
+@pytest.mark.parametrize("gpus", [24, 7])
+def test_numbers_of_gpus_that_are_no_power_of_two(capsys, monkeypatch, gpus):
+    monkeypatch.setattr(table, "_MOST", 64)
+    told = json.loads(plan(capsys, "--preset", "8B", "--gpus", str(gpus), "--json")[1])
+    assert told["sequences"] % gpus == 0 and 0.7 < told["sequences"] / 512 < 1.4
+    assert told["layouts"][0]["layout"]["pipeline"] == 1
+    assert [each["gpus"] for each in told["growth"]] == ([3, 6, 12, 24, 48] if gpus == 24 else [7, 14, 28, 56])
+    for each in told["growth"]:
+        assert each["weak"]["layout"]["batch"] * gpus == told["sequences"] * each["gpus"]
+        assert each["weak"]["mfu"] > 0.5 and each["strong"]["mfu"] > 0.5
+
+
 def test_context_parallelism_is_marked(capsys, monkeypatch):
     monkeypatch.setattr(table, "_MOST", 16)
     _, out, _ = plan(capsys, "--preset", "8B", "--gpus", "16", "--cp", "2")
@@ -234,6 +347,15 @@ def test_context_parallelism_is_marked(capsys, monkeypatch):
             ["--gpus", "16", "--pp", "2", "--pipeline-model-parallel-size", "2", "--decoder-last-pipeline-num-layers", "15"],
             "num_layers_in_last_pipeline_stage must not be given with --gpus, which tries even stages alone, but is 15",
         ),
+        (["--gpus", "8", "--global-batch-size", "0"], "global_batch_size must be at least 1, but is 0"),
+        (["--gpus", "8", "--pp", "1", "--pipeline-schedule", "zero-bubble"], "pp must be above 1 with pipeline_schedule"),
+        (["--gpus", "8", "--recompute-num-layers", "33"], "recompute_num_layers must be at most num_layers, 32, but is 33"),
+        (
+            ["--gpus", "8", "--num-virtual-stages-per-pipeline-rank", "0"],
+            "virtual_pipeline_model_parallel_size must be at least 1",
+        ),
+        (["--gpus", "8", "--num-layers-per-virtual-pipeline-stage", "2"], "--pp must be given with num_layers_per_virtual"),
+        (["--gpus", "8", "--pp", "4", "--num-layers-per-virtual-pipeline-stage", "3"], "num_layers must be a multiple of 12"),
         (["--tp", "2"], "--tp must not be given without --gpus"),
         (["--gpu", "h300"], "--gpu must be one of a100, h100, h200, b200, or a GPU's memory in GiB, such as 80, but is 'h300'"),
     ],

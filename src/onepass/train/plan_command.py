@@ -71,9 +71,9 @@ class Change(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     written = None if args.config is None else read_file(args.config, pipe=True)
-    config, options = merge_settings(args.preset, written, vars(args), on_gpu=True)
     if args.gpus is not None:
-        return gpus_command.run(args, config, options)
+        return gpus_command.run(args, written)
+    config, options = merge_settings(args.preset, written, vars(args), on_gpu=True)
     try:
         args.gpu = _gib(args.gpu)
         ranks = _check(args, config, options)

@@ -110,7 +110,7 @@ def linears(config: Config, tensor: int) -> list[tuple[int, int]]:
 
 @lru_cache(512)
 def block_passes(run: Run, share: Share) -> Passes:
-    """Return the time of a block, recomputation included."""
+    """Return the time of a block that recomputes as the configuration says, that included."""
     config, gpu, (rows, tensor, _) = run.config, run.gpu, share
     eight, layers = config.fp8_format is not None, linears(config, tensor)
     forward = [product_time(gpu, rows, outer, inner, eight_bits=eight) for inner, outer in layers]
@@ -170,12 +170,11 @@ def _moved(config: Config, share: Share) -> tuple[float, float]:
 
 def _again(config: Config, passes: Passes, forward: list[float], moved: float) -> float:
     """Return the seconds of what a block's backward computes again."""
-    layers = (config.recompute_num_layers or config.num_layers) / config.num_layers
     if config.recompute_granularity is None:
         return 0.0
     if config.recompute_granularity == "selective":  # the products before attention and activation
-        return layers * (forward[0] + forward[2] + moved / 4)
-    return layers * (sum(passes.forward.values()) - forward[3])
+        return forward[0] + forward[2] + moved / 4
+    return sum(passes.forward.values()) - forward[3]
 
 
 def _ring(run: Run, share: Share, mixed: tuple[float, float]) -> tuple[float, float]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from math import log2
 from typing import Any
 
 from onepass.gpt import Config
 from onepass.gpt.memory import uncounted
 from onepass.runtime.errors import CommandError
+from onepass.train.flags import NAMES, merge_settings
 from onepass.train.memory import OUTSIDE
 from onepass.train.options import Options
 from onepass.train.plan.block_time import Run
-from onepass.train.plan.layouts import GPULayout, Wanted, check_wanted, describe, layouts, runs_by, undivided, why_not
+from onepass.train.plan.layouts import DIVISION, GPULayout, Wanted, check_wanted, describe, layouts, runs_by, why_not
 from onepass.train.plan.rates import GPUS, GPURates, state_bytes
 from onepass.train.plan.search import SearchSettings, best_layouts, smallest
 from onepass.train.plan.table import as_json, grow, growth_lines, layout_lines, memory_line, part_lines, rate_lines, title
@@ -35,11 +38,14 @@ def gpu_named(name: str) -> GPURates | None:
     return GPUS.get(name.lower())
 
 
-def run(args: argparse.Namespace, config: Config, options: Options) -> int:
-    settings = _settings(args, config, options)
-    batch = _batch(args, options, settings)
+def run(args: argparse.Namespace, written: Mapping[str, Any] | None) -> int:
+    """Plan a run. `written` are the settings of its file."""
     gpus: int = args.gpus
-    _check(args, settings, batch)
+    if gpus < 1:
+        raise CommandError(f"--gpus must be at least 1, but is {gpus}")
+    settings = _settings(args, written)
+    batch = _batch(settings, gpus)
+    _check(settings, gpus, batch)
     planned = best_layouts(settings, gpus, batch)
     if not planned:
         raise CommandError(_nothing(settings, gpus, batch))
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace, config: Config, options: Options) -> int:
         print(json.dumps(as_json(settings, gpus, batch, planned, growth), indent=1))
         return 0
     best = planned[0]
-    print(title(settings, gpus, batch), "", *layout_lines(planned, settings.run), sep="\n")
+    print(title(settings, best.layout), "", *layout_lines(planned, settings.run), sep="\n")
     if any(runs_by(each.layout) != "onepass train" for each in planned):
         print(f"  * not by onepass train, which has no context parallelism, but by {runs_by(best.layout)}")
     print(
@@ -64,48 +70,102 @@ def run(args: argparse.Namespace, config: Config, options: Options) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, config: Config, options: Options) -> SearchSettings:
+def _settings(args: argparse.Namespace, written: Mapping[str, Any] | None) -> SearchSettings:
+    flags = _flags(args)
+    given = {**(written or {}), **flags}
+    _check_types(given)
     gpu = gpu_named(args.gpu or "h100")
     for name in _UNEVEN:
-        if getattr(config, name):
-            raise CommandError(
-                f"{name} must not be given with --gpus, which tries even stages alone, but is {getattr(config, name)}"
-            )
+        if given.get(name):
+            raise CommandError(f"{name} must not be given with --gpus, which tries even stages alone, but is {given[name]}")
     if gpu is None:
         raise CommandError(f"--gpu must be one of {', '.join(GPUS)} with --gpus, whose rates are known, but is {args.gpu}")
     if args.ranks is not None:
         raise CommandError(f"--ranks must not be given with --gpus, which is the number of ranks, but is {args.ranks}")
-    whole = undivided(config)
+    free: dict[str, Any] = {"micro_batch_size": 1}  # a preset's own fixes nothing
+    recompute: Any = (None, "selective", "full")
+    if "recompute_granularity" in given:
+        recompute = (given["recompute_granularity"],)
+    elif given.get("recompute_num_layers") is not None:
+        recompute = ("selective", "full")
+        free["recompute_granularity"] = "full"
+    file = None if written is None else _of_whole(written)
+    line = {name: value for name, value in free.items() if name not in given} | _of_whole(flags)
+    whole, options = merge_settings(args.preset, file, line, on_gpu=True)
     if why := uncounted_time(whole, options):
         raise CommandError(f"{why}: its time is not counted")
     if whole.fp8_format is not None and not gpu.product_fp8.value:
         raise CommandError(
             f"fp8_format must be None with --gpu {gpu.name}, as {gpu.product_fp8.source}, but is {whole.fp8_format}"
         )
-    given = vars(args)
-    wanted = {short: _one_of(given, short, long) for short, long in _SHORT.items()}
-    shard = next(
-        (name for name, flag in (("fsdp", "use_fsdp"), ("optimizer", "use_distributed_optimizer")) if given.get(flag)), None
-    )
-    stages = config.stages_per_rank if config.stages_per_rank > 1 else None
-    recompute: Any = (given["recompute_granularity"],) if "recompute_granularity" in given else (None, "selective", "full")
-    return SearchSettings(
-        Run(whole, options.seq_length, gpu, state_bytes(options)),
-        options,
-        Wanted(
-            wanted["tp"], wanted["pp"], args.dp, args.cp, stages, given.get("micro_batch_size"), shard,
-            given.get("pipeline_schedule"),
-        ),
-        recompute,
+    wanted = Wanted(
+        given.get("tensor_model_parallel_size"), _pipeline(given), args.dp, args.cp, _stages(given, whole),
+        given.get("micro_batch_size"), given.get("pipeline_schedule"), _shards(given),
     )  # fmt: skip
+    return SearchSettings(Run(whole, options.seq_length, gpu, state_bytes(options)), options, wanted, recompute)
 
 
-def _one_of(given: dict[str, Any], short: str, long: str) -> int | None:
-    """Return the number of ranks, which two flags may say."""
-    said = {given[name] for name in (short, long) if given.get(name) is not None}
-    if len(said) > 1:
-        raise CommandError(f"--{short} and {long} must be the same, but are {given[short]} and {given[long]}")
-    return said.pop() if said else None
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the command line, those of --tp and --pp under their own names."""
+    flags = {name: value for name, value in vars(args).items() if name in NAMES}
+    for short, long in _SHORT.items():
+        said = getattr(args, short)
+        if said is not None and flags.setdefault(long, said) != said:
+            raise CommandError(f"--{short} and {long} must be the same, but are {said} and {flags[long]}")
+    return flags
+
+
+def _of_whole(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in DIVISION}
+
+
+def _check_types(given: Mapping[str, Any]) -> None:
+    """Check what of a file is not the whole model's, and so in no configuration."""
+    for flag in Config.flags():
+        value = given.get(flag.field)
+        if flag.field in DIVISION and value is not None and type(value) is not flag.type:
+            raise CommandError(f"{flag.field} must be of type {flag.type.__name__}, but is {value!r}")
+
+
+def _pipeline(given: Mapping[str, Any]) -> int | None:
+    """Return the ranks of a pipeline where they are fixed. Some models can have no more than one."""
+    ranks: int | None = given.get("pipeline_model_parallel_size")
+    for name, fixed, why in (
+        ("load_hf", given.get("load_hf") is not None, "a stage doesn't load its part of a folder"),
+        ("untie_embeddings_and_output_weights", given.get("untie_embeddings_and_output_weights") is False,
+         "the first stage and the last would each have the weight"),
+    ):  # fmt: skip
+        if fixed and ranks not in (None, 1):
+            raise CommandError(f"--pp must be 1 with {name} {given[name]}, as {why}, but is {ranks}")
+        if fixed:
+            return 1
+    return ranks
+
+
+def _stages(given: Mapping[str, Any], config: Config) -> int | None:
+    """Return the stages of a pipeline's rank where they are fixed."""
+    number: int | None = given.get("virtual_pipeline_model_parallel_size")
+    blocks, ranks = given.get("num_layers_per_virtual_pipeline_stage"), given.get("pipeline_model_parallel_size")
+    if blocks is None:
+        return number
+    if ranks is None:
+        raise CommandError(f"--pp must be given with num_layers_per_virtual_pipeline_stage, which is {blocks}")
+    try:
+        return config.replace(
+            untie_embeddings_and_output_weights=True, pipeline_model_parallel_size=ranks,
+            virtual_pipeline_model_parallel_size=number, num_layers_per_virtual_pipeline_stage=blocks,
+        ).stages_per_rank  # fmt: skip
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _shards(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what data-parallel ranks may divide. Both flags may be true, false or free."""
+    fsdp, optimizer = given.get("use_fsdp"), given.get("use_distributed_optimizer")
+    if fsdp:
+        return ("fsdp",)
+    first = "nothing" if optimizer is False else "optimizer"
+    return (first,) if optimizer or fsdp is False else (first, "fsdp")
 
 
 def uncounted_time(config: Config, options: Options) -> str | None:
@@ -126,34 +186,39 @@ def uncounted_time(config: Config, options: Options) -> str | None:
     return next(iter(found), None)
 
 
-def _batch(args: argparse.Namespace, options: Options, settings: SearchSettings) -> int:
-    """Return the sequences of a step: by default those of four million tokens, and one microbatch for each GPU at least."""
-    if options.global_batch_size is not None:
-        return options.global_batch_size
-    return max(_TOKENS // options.seq_length, args.gpus or 1)
+def _batch(settings: SearchSettings, gpus: int) -> int:
+    """Return the sequences of a step.
+
+    By default they have about four million tokens, and each GPU has as many microbatches: a power of two.
+    """
+    given, micro = settings.options.global_batch_size, settings.wanted.micro or 1
+    if given is None:
+        each = _TOKENS / settings.run.sequence / gpus / micro
+        return gpus * micro * (1 << max(0, round(log2(each))))
+    if given < 1:
+        raise CommandError(f"global_batch_size must be at least 1, but is {given}")
+    return given
 
 
-def _check(args: argparse.Namespace, settings: SearchSettings, batch: int) -> None:
+def _check(settings: SearchSettings, gpus: int, batch: int) -> None:
     """Raise CommandError if the layout that is wanted is impossible."""
     wanted, config, sequence = settings.wanted, settings.run.config, settings.run.sequence
-    if args.gpus < 1:
-        raise CommandError(f"--gpus must be at least 1, but is {args.gpus}")
     if sequence > config.max_position_embeddings:
         raise CommandError(
             f"seq_length must be at most max_position_embeddings, {config.max_position_embeddings}, but is {sequence}"
         )
-    if why := check_wanted(wanted, args.gpus):
+    if why := check_wanted(wanted, gpus):
         raise CommandError(why)
-    if next(layouts(config, wanted, args.gpus, batch, sequence), None) is not None:
+    if next(layouts(config, wanted, gpus, batch, sequence), None) is not None:
         return
     layout = GPULayout(
         wanted.tensor or 1, wanted.pipeline or 1, wanted.data or 1, wanted.context or 1, wanted.stages or 1, wanted.micro or 1,
-        batch, wanted.shard or "optimizer", wanted.schedule or "1f1b",
+        batch, wanted.shards[0], wanted.schedule or ("1f1b" if wanted.stages in (None, 1) else "interleaved"),
     )  # fmt: skip
-    if layout.gpus < args.gpus and wanted.data is None:
-        layout = layout._replace(data=args.gpus // layout.gpus)
+    if layout.gpus < gpus and wanted.data is None:
+        layout = layout._replace(data=gpus // layout.gpus)
     raise CommandError(
-        why_not(config, layout, sequence) or f"no layout of {args.gpus} GPUs divides {batch} sequences and the model evenly"
+        why_not(config, layout, sequence) or f"no layout of {gpus} GPUs divides {batch} sequences and the model evenly"
     )
 
 

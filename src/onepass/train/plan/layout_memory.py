@@ -34,7 +34,12 @@ def parameters(config: Config, layout: GPULayout) -> list[Parameters]:
     stages = [Parameters(blocks * block) for blocks in blocks_of(config, layout)]
     positions = config.max_position_embeddings * config.hidden_size
     stages[0] = stages[0]._replace(embedding=table + positions * (config.position_embedding_type == "learned_absolute"))
-    return stages if config.tied else [*stages[:-1], stages[-1]._replace(head=table)]
+    return stages if config.tied and layout.pipeline == 1 else [*stages[:-1], stages[-1]._replace(head=table)]
+
+
+@lru_cache(64)
+def without_recomputation(config: Config) -> Config:
+    return config.replace(recompute_granularity=None, recompute_num_layers=None)
 
 
 @lru_cache(64)
@@ -70,6 +75,10 @@ def _rank(config: Config, options: Options, layout: GPULayout, stages: list[Para
     rows = layout.micro * options.seq_length // layout.context
     moments = MOMENT_BYTES[options.optimizer_moments]
     kept, busy, ends, head, stream = _microbatch(config, layout.tensor, rows, gpu)
+    if config.recompute_num_layers is not None:  # of each stage
+        mine = blocks_of(config, layout)[rank :: layout.pipeline]
+        share = sum(min(config.recompute_num_layers, blocks) for blocks in mine) / sum(mine)
+        kept = share * kept + (1 - share) * _microbatch(without_recomputation(config), layout.tensor, rows, gpu)[0]
     last = rank == layout.pipeline - 1
     activations = kept * _held_blocks(config, layout, rank) + (ends if last else 0)
     most = max(busy, head) if last else busy
@@ -89,7 +98,7 @@ def _rank(config: Config, options: Options, layout: GPULayout, stages: list[Para
 
 
 @lru_cache(512)
-def _microbatch(config: Config, tensor: int, rows: int, gpu: int) -> tuple[int, int, int, int, int]:
+def _microbatch(config: Config, tensor: int, rows: int, gpu: int) -> tuple[float, int, int, int, int]:
     """Return bytes of a microbatch: kept by a block, at work in its backward, kept by the head, at work there, and a stream."""
     config = config.replace(tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1)
     block = block_memory(config, rows)

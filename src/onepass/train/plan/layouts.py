@@ -11,7 +11,7 @@ from onepass.train.options import Options
 from onepass.train.plan.schedule import Pipeline
 from onepass.train.stages import sequences
 
-_DIVISION = (
+DIVISION = (
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "defer_embedding_wgrad_compute", "wgrad_deferral_limit",
@@ -75,14 +75,36 @@ def why_not(config: Config, layout: GPULayout, sequence: int) -> str | None:
     places = layout.pipeline * layout.stages
     if config.num_layers < places:
         return f"pp x stages must be at most num_layers, {config.num_layers}, but is {places}"
-    if layout.pipeline > 1:
-        if layout.shard == "fsdp":
-            return f"pp must be 1 with FSDP, whose gathers each microbatch would repeat, but is {layout.pipeline}"
-        size = pipeline_of(layout).round_size
-        if (layout.stages > 1 or layout.schedule != "1f1b") and layout.microbatches % size:
-            return f"microbatches must be a multiple of {size} with several stages a rank, but are {layout.microbatches}"
-        if layout.stages > 1 and config.num_layers % places:
-            return f"num_layers must be a multiple of pp x stages, {places}, but is {config.num_layers}"
+    if layout.shard == "fsdp" and layout.replicas == 1:
+        return "dp must be above 1 with FSDP, as one rank shares nothing, but is 1"
+    return _why_no_schedule(config, layout) if layout.pipeline > 1 else _why_no_pipeline(layout)
+
+
+def _why_no_pipeline(layout: GPULayout) -> str | None:
+    if layout.stages > 1:
+        return f"pp must be above 1 with {layout.stages} stages a rank, but is 1"
+    if layout.schedule != "1f1b":
+        return f"pp must be above 1 with pipeline_schedule {layout.schedule!r}, but is 1"
+    return None
+
+
+def _why_no_schedule(config: Config, layout: GPULayout) -> str | None:
+    """Return why a pipeline can't run a layout's schedule, or None: what `onepass.train.stages.check` refuses."""
+    ranks, schedule, number = layout.pipeline, layout.schedule, layout.microbatches
+    if layout.shard == "fsdp":
+        return f"pp must be 1 with FSDP, whose gathers each microbatch would repeat, but is {ranks}"
+    if schedule == "1f1b" and layout.stages > 1:
+        return f"stages of a rank must be 1 with pipeline_schedule '1f1b', but are {layout.stages}"
+    if schedule == "interleaved" and layout.stages == 1:
+        return "stages of a rank must be above 1 with pipeline_schedule 'interleaved', but are 1"
+    if schedule == "zero-bubble" and config.fp8_format is not None:
+        return "pipeline_schedule must not be 'zero-bubble' with fp8_format: weight gradients in eight bits are not put off"
+    if number < ranks:
+        return f"microbatches must be at least pp, {ranks}, but are {number}: global_batch_size / (dp x micro_batch_size)"
+    if schedule != "1f1b" and number % (rounds := number // ranks):
+        return f"microbatches must be a multiple of {rounds}, the rounds that pp {ranks} runs them in, but are {number}"
+    if layout.stages > 1 and config.num_layers % (places := ranks * layout.stages):
+        return f"num_layers must be a multiple of pp x stages, {places}, but is {config.num_layers}"
     return None
 
 
@@ -124,11 +146,16 @@ def layout_of(config: Config, options: Options, gpus: int) -> GPULayout:
 
 def undivided(config: Config) -> Config:
     """Return the configuration of a whole model."""
-    return config.replace(**{name: getattr(Config, name) for name in _DIVISION})
+    return config.replace(**{name: getattr(Config, name) for name in DIVISION})
+
+
+def parameters_count(config: Config, layout: GPULayout) -> int:
+    """Return a whole model's parameters. In a pipeline embedding and output layer are in different stages, and not tied."""
+    return (config.replace(untie_embeddings_and_output_weights=True) if layout.pipeline > 1 else config).parameters_count()
 
 
 class Wanted(NamedTuple):
-    """What a user has fixed of a layout; None is free."""
+    """What a user has fixed of a layout; None is free. `shards` are those that are left."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -136,8 +163,8 @@ class Wanted(NamedTuple):
     context: int | None = None
     stages: int | None = None
     micro: int | None = None
-    shard: str | None = None
     schedule: str | None = None
+    shards: tuple[str, ...] = ("optimizer", "fsdp")
 
 
 _NAMES = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp"}
@@ -151,6 +178,8 @@ def check_wanted(wanted: Wanted, gpus: int) -> str | None:
     for name, size in fixed.items():
         if size < 1:
             return f"--{name} must be at least 1, but is {size}"
+    if wanted.stages is not None and wanted.stages < 1:
+        return f"virtual_pipeline_model_parallel_size must be at least 1, but is {wanted.stages}"
     together = 1
     for size in fixed.values():
         together *= size
@@ -178,8 +207,7 @@ def layouts(config: Config, wanted: Wanted, gpus: int, batch: int, sequence: int
 
 def _of_ranks(config: Config, wanted: Wanted, layout: GPULayout, sequence: int) -> Iterator[GPULayout]:
     """Yield a layout with each way to run its pipeline and to divide what data-parallel ranks have alike."""
-    shards = _free(wanted.shard, ["optimizer", "fsdp"] if layout.data > 1 else ["nothing"])
-    for shard in shards:
+    for shard in wanted.shards if layout.data > 1 or len(wanted.shards) == 1 else ["nothing"]:
         for stages in _free(wanted.stages, _STAGES if layout.pipeline > 1 else [1]):
             default = "interleaved" if stages > 1 else "1f1b"
             made = layout._replace(shard=shard, stages=stages, schedule=wanted.schedule or default)

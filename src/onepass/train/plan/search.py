@@ -9,7 +9,7 @@ from onepass.gpt import Config
 from onepass.train.memory import OUTSIDE
 from onepass.train.options import Options
 from onepass.train.plan.block_time import Run
-from onepass.train.plan.layout_memory import RankMemory, layout_memory
+from onepass.train.plan.layout_memory import RankMemory, layout_memory, without_recomputation
 from onepass.train.plan.layouts import GPULayout, Wanted, layouts
 from onepass.train.plan.step_time import StepTime, least_time, step_time
 
@@ -61,7 +61,7 @@ def best_layouts(settings: SearchSettings, gpus: int, batch: int) -> list[Planne
 def fitting(settings: SearchSettings, gpus: int, batch: int) -> Iterator[tuple[GPULayout, Config, RankMemory]]:
     """Yield the layouts that fit, each with the granularity of recomputation that costs least."""
     room = int(settings.run.gpu.memory.value)
-    configs = [settings.run.config.replace(recompute_granularity=granularity) for granularity in settings.recompute]
+    configs = [_recomputing(settings.run.config, granularity) for granularity in settings.recompute]
     for layout in layouts(settings.run.config, settings.wanted, gpus, batch, settings.run.sequence):
         for config in configs:
             memory = layout_memory(config, settings.options, layout, room)
@@ -70,9 +70,13 @@ def fitting(settings: SearchSettings, gpus: int, batch: int) -> Iterator[tuple[G
                 break
 
 
+def _recomputing(config: Config, granularity: str | None) -> Config:
+    return without_recomputation(config) if granularity is None else config.replace(recompute_granularity=granularity)
+
+
 def smallest(settings: SearchSettings, gpus: int, batch: int) -> tuple[GPULayout, RankMemory] | None:
     """Return the layout that takes the least memory, whether it fits or not, or None if none is possible."""
-    config = settings.run.config.replace(recompute_granularity=settings.recompute[-1])
+    config = _recomputing(settings.run.config, settings.recompute[-1])
     room = int(settings.run.gpu.memory.value)
     each = (
         (layout, layout_memory(config, settings.options, layout, room))

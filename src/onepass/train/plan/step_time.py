@@ -18,7 +18,7 @@ from onepass.train.plan.block_time import (
     linears,
     overlapped,
 )  # fmt: skip
-from onepass.train.plan.layout_memory import block_parameters, parameters
+from onepass.train.plan.layout_memory import block_parameters, parameters, without_recomputation
 from onepass.train.plan.layouts import GPULayout, blocks_of, pipeline_of
 from onepass.train.plan.links import gather_time, groups, reduce_time, send_time
 from onepass.train.plan.schedule import PipelineTime, pipeline_time
@@ -71,11 +71,13 @@ def least_time(run: Run, layout: GPULayout) -> float:
 
 def stage_passes(run: Run, layout: GPULayout) -> list[Passes]:
     """Return the time of a microbatch in each stage."""
-    share = Share.of(run, layout)
-    one = block_passes(run, share)
-    if layout.shard == "fsdp":
-        one = one.plus(_sharded_block(run, layout, one))
-    stages = [NOTHING.plus(one, blocks) for blocks in blocks_of(run.config, layout)]
+    share, again = Share.of(run, layout), run.config.recompute_num_layers
+    one = _block(run, layout)
+    stages = [NOTHING.plus(one, blocks if again is None else min(again, blocks)) for blocks in blocks_of(run.config, layout)]
+    if again is not None:
+        plain = _block(run._replace(config=without_recomputation(run.config)), layout)
+        plains = (max(0, blocks - again) for blocks in blocks_of(run.config, layout))
+        stages = [stage.plus(plain, blocks) for stage, blocks in zip(stages, plains, strict=True)]
     stages[0] = stages[0].plus(embedding_passes(run, share))
     last = head_passes(run, share, layout.deferred is not None or layout.schedule == "zero-bubble")
     if layout.deferred is not None:  # in the flush
@@ -83,6 +85,11 @@ def stage_passes(run: Run, layout: GPULayout) -> list[Passes]:
         last = last.plus(Passes({}, {HEAD: -left * last.weight}))
     stages[-1] = stages[-1].plus(last)
     return stages
+
+
+def _block(run: Run, layout: GPULayout) -> Passes:
+    one = block_passes(run, Share.of(run, layout))
+    return one.plus(_sharded_block(run, layout, one)) if layout.shard == "fsdp" else one
 
 
 def _send(run: Run, layout: GPULayout) -> float:

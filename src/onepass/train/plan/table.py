@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from onepass.profiling import units
 from onepass.train.plan.block_time import Run
-from onepass.train.plan.layouts import NODE, GPULayout, describe, runs_by
+from onepass.train.plan.layouts import NODE, GPULayout, describe, parameters_count, runs_by
 from onepass.train.plan.rates import GPURates, named_rates
 from onepass.train.plan.search import Planned, SearchSettings, best_layouts
 
@@ -25,9 +25,9 @@ class Growth(NamedTuple):
 
 
 def grow(settings: SearchSettings, gpus: int, batch: int) -> list[Growth]:
-    """Return the best layouts of 1 to 1,024 GPUs, by powers of two."""
-    found, count = [], 1
-    while count <= _MOST:
+    """Return the best layouts of up to 1,024 GPUs, or as many as the run has: its number halved and doubled."""
+    found, count = [], gpus // (gpus & -gpus)  # its odd part
+    while count <= max(_MOST, gpus):
         weak = max(1, round(batch * count / gpus))
         found.append(Growth(count, _best(settings, count, weak), _best(settings, count, batch)))
         count *= 2
@@ -41,11 +41,11 @@ def _best(settings: SearchSettings, gpus: int, batch: int) -> Planned | None:
 # ---- text ----
 
 
-def title(settings: SearchSettings, gpus: int, batch: int) -> str:
-    run = settings.run
+def title(settings: SearchSettings, best: GPULayout) -> str:
+    run, gpus, batch = settings.run, best.gpus, best.batch
     nodes = -(-gpus // NODE)
     eight = ", products in eight bits" if run.config.fp8_format else ""
-    count = run.config.parameters_count()
+    count = parameters_count(run.config, best)
     size = f"{count / 1e9:,.2f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
     return (
         f"{size} parameters in {run.config.params_dtype}{eight}, on {gpus:,} {run.gpu.name} "
@@ -131,7 +131,7 @@ def as_json(
 ) -> dict[str, Any]:
     run = settings.run
     return {
-        "parameters": run.config.parameters_count(),
+        "parameters": parameters_count(run.config, planned[0].layout),
         "gpu": run.gpu.name,
         "gpus": gpus,
         "sequences": batch,
@@ -155,6 +155,7 @@ def as_json(
 def _json_of(planned: Planned, run: Run) -> dict[str, Any]:
     return {
         "layout": {**planned.layout._asdict(), "microbatches": planned.layout.microbatches},
+        "parameters": parameters_count(run.config, planned.layout),
         "runs_by": runs_by(planned.layout),
         "recompute_granularity": planned.recompute,
         "seconds": planned.time.seconds,
