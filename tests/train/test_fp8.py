@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from onepass.kernels.language import triton
 from onepass.nn.precision import fp8_layers
 from onepass.product.fp8.scales import FP8Scales
 from onepass.runtime.errors import CommandError
-from onepass.train import checkpoint
+from onepass.train import checkpoint, command
+from onepass.train.layout import ParallelLayout
 from onepass.train.precision import describe_precision
 from onepass.train.setup import make
 from onepass.train.steps import TrainSteps
@@ -348,7 +350,9 @@ def test_the_summary_says_what_stays_in_16_bits():
 )
 def test_what_cannot_be_is_one_line(arguments, said, capsys, corpus):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2") if "zero-bubble" in arguments else None
+        if "zero-bubble" in arguments:
+            patch.setenv("WORLD_SIZE", "2")
+            patch.setattr(command, "started", lambda *_: nullcontext(ParallelLayout(torch.device("cpu"))))
         patch.setattr("time.sleep", lambda seconds: None)
         try:
             status = main(["train", "--device", "cpu", "--data", str(corpus), *SMALL, "--global-batch-size", "16", *arguments])
