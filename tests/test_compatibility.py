@@ -19,7 +19,7 @@ INTEGRATIONS = {
     path.stem for path in (ROOT / "src" / "onepass" / "integrations").iterdir() if path.suffix == ".py" or path.is_dir()
 } - {
     "__init__", "__pycache__", "attention_backends", "compiled_mlp", "delta_net", "norm_backends", "seams", "tested",
-    "torchtitan_configs", "torchtitan_experts", "torchtitan_loss",
+    "torchtitan_attention", "torchtitan_configs", "torchtitan_experts", "torchtitan_loss",
     "vllm",  # tried with a stub, and with no version
 }  # fmt: skip
 PAGES = {"huggingface": "transformers", "megatron": "megatron-core", "torchtitan": "torchtitan", "trl": "trl", "verl": "verl"}
