@@ -498,7 +498,9 @@ def test_presets_have_their_size(name, millions):
 
 def test_presets_take_changes_and_say_what_is_wrong():
     assert preset("124M", num_layers=2).num_layers == 2
-    with pytest.raises(ValueError, match=r"must be one of tiny, 124M, 350M, 1B, 7B, 8B, 70B, 405B, but is '124m'; did you mean '124M'\?"):
+    with pytest.raises(
+        ValueError, match=r"must be one of tiny, 124M, 350M, 1B, 7B, 8B, 70B, 405B, but is '124m'; did you mean '124M'\?"
+    ):
         preset("124m")
     with pytest.raises(ValueError, match="'num_layer' is no setting; did you mean 'num_layers'"):
         preset("tiny", num_layer=3)
