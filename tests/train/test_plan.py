@@ -6,8 +6,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from train.test_memory import run as plan
 
-from onepass import cli
 from onepass.gpt import Config, preset
 from onepass.runtime.errors import CommandError
 from onepass.train import stages
@@ -219,15 +219,6 @@ def test_every_rate_has_a_source():
 
 
 # ---- the command ----
-
-
-def plan(capsys, *argv):
-    try:
-        status = cli.main(("plan", *argv))
-    except SystemExit as stopped:
-        status = stopped.code
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def test_the_command_says_what_is_best(capsys):
