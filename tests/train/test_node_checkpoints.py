@@ -295,7 +295,8 @@ def test_one_process_of_a_disk_takes_a_file(tmp_path):
 def run_watched(group, how):
     """Return the line by which a watch ends the run while the second rank is late for a barrier."""
     said = []
-    layout = replace(_groups(configured()[0], torch.device("cpu")), hosts=HOSTS)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    layout = replace(_groups(configured()[0], device), hosts=HOSTS)
     ended = patch.object(watch.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit))
     with ended, patch.object(watch.os, "write", lambda number, line: said.append(line.decode())):
         watching = RankWatch(layout, timedelta(seconds=3.0))
@@ -314,6 +315,7 @@ def late_for_it():
     time.sleep(5.0)
 
 
+@pytest.mark.parametrize("world", worlds.PAIRS, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("how", "why"), [("hangs", r"in test_node_checkpoints.py:\d+, late_for_it"), ("silent", "silent: stopped, .*")]
 )
