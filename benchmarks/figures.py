@@ -27,9 +27,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "train", "plan", "huggingface", "lora"))]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("train", "plan", "huggingface", "lora")),
+    *sorted((ROOT / "docs" / "figures").glob("*.md")),
+]
 # the tables' names in the pages
-HEADLINE, OPS, FIGURES, LOSS, FUSION = "headline", "ops", "figures", "loss", "fusion"
+HEADLINE, OPS, LOSS, FUSION = "headline", "ops", "loss", "fusion"
 TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8, LORA = "training", "losses", "parallel", "huggingface", "fp8", "lora"
 HYBRIDS, TWO_GPUS = "hybrids", "two-gpus"
 PLAN, PLAN_PUBLISHED = "plan", "plan_published"
@@ -162,19 +166,29 @@ NOTES = {
 }
 
 
+def replaced(op, names):
+    """Say what an op's references are."""
+    return FLOORS.get(op, f"*{'*, *'.join(names)}* are the onepass and PyTorch calls that the op replaces, one after another.")
+
+
+def references(cases):
+    return list(dict.fromkeys(ours["reference"] for ours in map(own, cases) if ours.get("reference")))
+
+
 def by_reference(op, cases):
     """Return a table for each reference."""
-    names = list(dict.fromkeys(own(rows)["reference"] for rows in cases))
-    calls = f"*{'*, *'.join(names)}* are the onepass and PyTorch calls that the op replaces, one after another."
-    lines = [FLOORS.get(op, calls)]
-    for name in names:
+    lines = []
+    for name in references(cases):
         sides = [f"MiB {what}, onepass / {name}" for what in ("kept for backward", "at most")]
         titles = header(SHAPES.get(op, "tokens x in x out"), "ms, forward / backward", f"both, over {name}", "best peer", *sides)
         lines += ["", *titles, *(reference_line(rows) for rows in cases if own(rows)["reference"] == name)]
-    return lines
+    return lines[1:]
 
 
 # ---- small cases, and the CPU ----
+
+GRAPH_TIME = "GPU time in a CUDA graph, us, forward / backward"
+CPU_TIME = "CPU time of a tiny call, us, forward / both"
 
 
 def graph_lines(cases):
@@ -183,7 +197,7 @@ def graph_lines(cases):
     if not small:
         return []
     names = list(dict.fromkeys(row["contender"] for rows in small for row in rows if row["contender"] != "copy"))
-    lines = ["", "GPU time in a CUDA graph, microseconds, forward / backward:", "", *header("", *names)]
+    lines = ["", *header(GRAPH_TIME, *names)]
     for rows in small:
         cells = [pair(of(rows, name), "forward_graph_us", "backward_graph_us", ".1f") for name in names]
         lines.append(line([named(rows[0]), *cells]))
@@ -220,38 +234,45 @@ def check(op, results):
 
 
 def table(op, results):
+    """Return the tables of an op on one GPU."""
     check(op, results)
     names = cpu_names(results["cpu_time"])
     versions, peers = results["versions"], results["versions"]["peers"]
     cases = by_case(results["rows"])
-    bound_by_memory = own(cases[0]).get("reference") is None
-    measured = f"torch {versions['torch']}, triton {versions['triton']}, " + ", ".join(f"{n} {v}" for n, v in peers.items())
+    packages = {name: versions[name] for name in ("torch", "triton")} | peers
     return "\n".join(
         [
-            f"### {op}",
-            "",
             f"One {results['hardware']['name']}, {results['dtype']}, copy {results['ceilings']['copy_gbs'] / 1000:.2f} TB/s; "
-            f"{measured}; commit {results['commit']}.",
+            f"{', '.join(f'{name} {version}' for name, version in packages.items())}; commit {results['commit']}.",
             "",
-            *([NOTES[op], ""] if op in NOTES else []),
-            *(by_copy(cases) if bound_by_memory else by_reference(op, cases)),
+            *(by_reference(op, cases) if references(cases) else by_copy(cases)),
             *graph_lines(cases),
             "",
-            "What a tiny call costs the CPU, microseconds, forward / forward and backward:",
-            "",
-            *header("", *names),
+            *header(CPU_TIME, *names),
             *(cpu_line(times, names) for times in results["cpu_time"]),
         ]
     )
 
 
+def section(op, every):
+    """Return an op's section: a table for each GPU."""
+    names = list(dict.fromkeys(name for results in every for name in references(by_case(results["rows"]))))
+    said = [*([NOTES[op]] if op in NOTES else []), *([replaced(op, names)] if names else [])]
+    return "\n\n".join([f"## {op}", *said, *(table(op, results) for results in every)])
+
+
 def tables(folder, others=()):
-    """Return a table for each op and GPU, sorted by name, those of `folder` first."""
-    found = stored(folder)
+    """Return the sections of each page of docs/figures by its name, of each GPU, that of `folder` first."""
+    found = {}
+    for each in (folder, *others):
+        for op, results in stored(each).items():
+            found.setdefault(op, []).append(results)
     if not found:
         raise ValueError(f"{folder} holds no results")
-    every = [*found.items(), *(each for other in others for each in stored(other).items())]
-    return "\n\n".join(table(op, results) for op, results in every)
+    pages = {figures_of(op): [] for op in found}
+    for op in (op for op in measured_ops() if op in found):
+        pages[figures_of(op)].append(section(op, found[op]))
+    return {page: "\n\n".join(sections) for page, sections in pages.items()}
 
 
 def others_of(folder):
@@ -686,121 +707,159 @@ def headline(folder, others=()):
     return "\n".join(lines)
 
 
-# A row of the README's table: a link to what describes the op, what it does, and the result that measures it, if any.
+# A row of the README's table: the op, its page in docs/, what it does, and the result that measures it, if any. The page of
+# docs/figures that has the name of the op's page has the result.
 OPS_ROWS = [
     (
-        "[`bias_activation`](docs/guide.md#bias_activation)",
+        "`bias_activation`",
+        "ops/activations",
         "bias and activation, gated (of one tensor or two) or not; dropout, token weights and the bias gradient in the same pass",
         "bias_activation",
     ),
     (
-        "[`layer_norm`, `rms_norm`](docs/guide.md#norms)",
+        "`layer_norm`, `rms_norm`",
+        "ops/norms",
         "a norm, alone or after adding a residual, of any width; one kernel forward, one backward",
         "norm",
     ),
     (
-        "[`gated_rms_norm`](docs/guide.md#gated-norms)",
+        "`gated_rms_norm`",
+        "ops/norms#gated-norms",
         "RMSNorm and a SiLU or sigmoid gate in one kernel, in either order, of heads, rows or groups; saves its two inputs only",
         "gated_norm",
     ),
     (
-        "[`gated_norm_linear`](docs/guide.md#gated-norms)",
+        "`gated_norm_linear`",
+        "ops/norms#gated-norms",
         "the same and the linear layer after it; saves the norm's two inputs only",
         "gated_norm_linear",
     ),
     (
-        "[`causal_conv1d`](docs/guide.md#causal-convolutions)",
+        "`causal_conv1d`",
+        "ops/hybrids#causal-convolutions",
         "a depthwise causal convolution, SiLU, the split into q, k and v and norms of heads, of documents too; saves only x",
         "causal_conv1d",
     ),
     (
-        "[`delta_gates`](docs/guide.md#delta-rules)",
+        "`delta_gates`",
+        "ops/hybrids#delta-rules",
         "the gates of a gated delta rule from their projections, read where they lie; saves its inputs only",
         "delta_gates",
     ),
     (
-        "[`gated_delta_rule`](docs/guide.md#delta-rules)",
+        "`gated_delta_rule`",
+        "ops/hybrids#delta-rules",
         "the delta rule by FlashQLA's or FLA's kernels, or a formula; documents, states, compiled, on DTensors",
         "gated_delta_rule",
     ),
     (
-        "[`mamba_chunk_scan`](docs/guide.md#mamba-2s-scan)",
+        "`mamba_chunk_scan`",
+        "ops/hybrids#mamba-2s-scan",
         "the scan of Mamba 2 by mamba-ssm's or FLA's kernels, or a formula; documents, states, compiled, on DTensors",
         "mamba_chunk_scan",
     ),
-    ("[`norm_linear`](docs/guide.md#norms)", "a norm and the linear layer after it; saves only the norm's input", "norm_linear"),
     (
-        "[`linear`](docs/guide.md#linear-layers)",
+        "`norm_linear`",
+        "ops/norms#a-norm-and-the-linear-layer-after-it",
+        "a norm and the linear layer after it; saves only the norm's input",
+        "norm_linear",
+    ),
+    (
+        "`linear`",
+        "ops/linear",
         "the product adds the weight's gradient to fp32 `main_grad`; tensor and sequence parallel",
         "linear",
     ),
     (
-        "[`lora_linear`](docs/guide.md#lora-of-a-layer)",
+        "`lora_linear`",
+        "ops/lora",
         "a linear layer and its LoRA; no gradient of a frozen weight, and no product in fp32 of adapters in fp32",
         "lora_linear",
     ),
     (
-        "[`activation_linear`](docs/guide.md#linear-layers)",
+        "`activation_linear`",
+        "ops/linear",
         "an activation and the linear layer after it; saves only the activation's input",
         "activation_linear",
     ),
     (
-        "[`linear_cross_entropy`](docs/guide.md#the-loss)",
+        "`linear_cross_entropy`",
+        "ops/losses",
         "the loss of a head without its logits; label smoothing, z-loss, softcap, token weights, vocabularies divided over ranks",
         "linear_cross_entropy",
     ),
     (
-        "[`cross_entropy`](docs/guide.md#the-loss)",
+        "`cross_entropy`",
+        "ops/losses",
         "the same loss of logits that are there, which its gradient may overwrite (Liger's forward makes the gradient too)",
         "cross_entropy",
     ),
     (
-        "[`linear_divergence`](docs/guide.md#distillation)",
+        "`linear_divergence`",
+        "ops/losses#distillation",
         "KL or Jensen-Shannon divergence of a student's head from a teacher's, without either's logits",
         "linear_divergence",
     ),
     (
-        "[`attention`](docs/guide.md#attention)",
+        "`attention`",
+        "ops/attention#attention",
         "rotary positions and causal attention of a fused projection; deterministic by default",
         "attention",
     ),
     (
-        "[`latent_attention`](docs/guide.md#latent-attention)",
+        "`latent_attention`",
+        "ops/attention#latent-attention",
         "DeepSeek's attention from its up-projections on; documents; deterministic by default",
         "latent_attention",
     ),
-    ("[`rope`](docs/guide.md#rotary-positions)", "rotary positions of q and k in one launch; saves only the tables", "rope"),
+    ("`rope`", "ops/attention", "rotary positions of q and k in one launch; saves only the tables", "rope"),
     (
-        "[`embedding`](docs/guide.md#the-embedding)",
+        "`embedding`",
+        "ops/embedding",
         "rows of a table by their ids; the gradient goes to the rows of `main_grad` that were looked up, in a fixed order",
         "embedding",
     ),
     (
-        "[`route`](docs/guide.md#routing-to-experts)",
+        "`route`",
+        "ops/experts",
         "a router's choice of experts, weights, counts and losses in one kernel each way; groups, expert bias and capacity",
         "route",
     ),
     (
-        "[`experts`](docs/guide.md#experts)",
+        "`experts`",
+        "ops/experts#experts",
         "a mixture's experts: rows sorted, grouped products, biases, LoRA, gradients in `main_grad`; nothing waits for the GPU",
         "experts",
     ),
-    ("[`softmax`](docs/guide.md#softmax)", "scaled, masked or causal softmax of attention scores", "softmax"),
+    ("`softmax`", "ops/softmax", "scaled, masked or causal softmax of attention scores", "softmax"),
     (
-        "[`dropout_add`](docs/guide.md#dropout)",
+        "`dropout_add`",
+        "ops/dropout",
         "residual plus dropout of x and its bias; saves no mask; drops the same elements on every layout",
         "dropout_add",
     ),
-    ("[`fuse`](docs/fusion.md)", "runs equal, independent operators of your own code as one, forward and backward", "fuse"),
-    ("[`profile`](docs/profile.md)", "shows where a step's time goes, and which ops here apply", "profile"),
+    ("`fuse`", "fusion", "runs equal, independent operators of your own code as one, forward and backward", None),
+    ("`profile`", "profile", "shows where a step's time goes, and which ops here apply", None),
 ]
+
+
+def measured_ops():
+    """Return the page of each result of an op, in the order of the rows above."""
+    return {result: Path(page.partition("#")[0]).name for _, page, _, result in OPS_ROWS if result}
+
+
+def figures_of(op):
+    """Return the page of docs/figures that has an op's results."""
+    if op not in measured_ops():
+        raise ValueError(f"OPS_ROWS of figures.py has no row for {op}")
+    return measured_ops()[op]
 
 
 def at_a_glance(op, results):
     """Return the largest case of an op, its figures and the best peer's. Of several as large, the first."""
     rows = max(by_case(results["rows"]), key=lambda rows: math.prod(rows[0]["shape"]))
     ours = own(rows)
-    case = f"[{named(ours)}](docs/figures.md#{op})"
+    case = f"[{named(ours)}](docs/figures/{figures_of(op)}.md#{op})"
     if ours.get("reference"):
         time, peer = times_of_reference(rows)
         return [case, f"{time} of {ours['reference']}'s time", peer]
@@ -815,12 +874,12 @@ def loss_at_a_glance(path):
     peers = [name for name in LOSS_PEERS if "over_floor" in ways.get(name, {})]
     best_peer = min(peers, key=lambda name: ways[name]["over_floor"])
     (time, gib), (peer_time, peer_gib) = (time_and_gib(ways[name]) for name in ("onepass", best_peer))
-    case = f"[{largest}](docs/figures.md#the-loss-without-the-logits)"
+    case = f"[{largest}](docs/figures/losses.md#the-loss-without-the-logits)"
     return [case, f"**{time}** of three products' time, {gib} GiB", f"{peer_time} {best_peer}, {peer_gib} GiB"]
 
 
 def ops_table(folder, others=()):
-    """Return one row an op. Figures are empty where nothing was measured; an op that has no row above gets one."""
+    """Return one row an op. Figures are empty where nothing was measured."""
     found = {}
     for other in others:
         for op, results in stored(other).items():
@@ -830,9 +889,10 @@ def ops_table(folder, others=()):
     loss = folder / "scripts" / "linear_cross_entropy.json"
     if loss.exists():
         found[loss.stem] = loss_at_a_glance(loss)
-    known = [result for *_, result in OPS_ROWS]
-    rows = [*OPS_ROWS, *((f"`{op}`", "", op) for op in found if op not in known)]
-    lines = [line([op, words, *found.get(result, ["", "", ""])]) for op, words, result in rows]
+    lines = []
+    for op, page, words, result in OPS_ROWS:
+        name, *anchor = page.split("#")
+        lines.append(line([f"[{op}]({'#'.join([f'docs/{name}.md', *anchor])})", words, *found.get(result, ["", "", ""])]))
     return "\n".join([*header("op", "what it does", "largest case", "onepass", "best peer"), *lines])
 
 
@@ -854,7 +914,7 @@ def all_figures(folder=RESULTS):
     return {
         HEADLINE: headline(folder, others),
         OPS: ops_table(folder, others),
-        FIGURES: tables(folder, others),
+        **{f"figures of {page}": made for page, made in tables(folder, others).items()},
         LOSS: loss_tables(scripts),
         FUSION: fusion_table(scripts / "fusion.json"),
         TRAINING: training_tables(*every),

@@ -1,6 +1,7 @@
 """The site: these pages, the README and the docstrings, by Sphinx. `.ci/docs OUT` builds it; every warning is an error.
 
 The root is the repository, so that links are those of GitHub. docs/README.md is the first page, and its lists are the sidebar.
+The pages of a folder stand below its first page, and are called there as in its links.
 """
 
 import importlib.util
@@ -30,24 +31,28 @@ html_title = "onepass"
 html_copy_source = False
 html_show_sourcelink = False
 
+FOLDERS = {"docs/guide": "docs/ops", "docs/notes/README": "docs/notes"}  # of a first page; else the one of its name
 _log = logging.getLogger(__name__)
 
 
 def add_sidebar(app, docname, source):
-    """Make a table of contents of each list of the first page, and of the notes."""
-    if docname not in (root_doc, "docs/notes/README"):
+    """Make a table of contents of each list of the first page, and of what a folder's first page has of the folder."""
+    text, root = source[0], Path(app.srcdir).resolve()
+    folder = FOLDERS.get(docname, docname)
+    if docname == root_doc:
+        parts = [part.partition("\n") for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
+    elif (root / folder).is_dir():
+        parts = [("", "", text)]
+    else:
         return
-    text, folder = source[0], Path(docname).parent
-    for part in re.split(r"^## ", text, flags=re.MULTILINE)[docname == root_doc :]:
-        caption, _, body = part.partition("\n")
-        pages = [
-            f"/{Path(app.srcdir, folder, link).resolve().relative_to(Path(app.srcdir).resolve()).with_suffix('')}"
-            for link in re.findall(r"\]\(([^)#:]+\.md)\)", body)
-        ]
-        pages = [page for page in pages if docname == root_doc or page.startswith(f"/{folder}/")]
-        first = "/README\n" if caption == "Start" else ""
-        title = f":caption: {caption}\n" if docname == root_doc else ""
-        source[0] += f"\n\n```{{toctree}}\n:hidden:\n{title}\n{first}" + "\n".join(pages) + "\n```\n"
+    for caption, _, body in parts:
+        pages = {}
+        for title, link in re.findall(r"\[([^]]+)\]\(([^)#:]+\.md)\)", body):
+            page = Path(root, docname).parent.joinpath(link).resolve().relative_to(root).with_suffix("").as_posix()
+            if docname == root_doc or page.startswith(f"{folder}/"):
+                pages.setdefault(page, title.replace("`", ""))
+        lines = "\n".join(f"{title} </{page}>" for page, title in pages.items())
+        source[0] += f"\n\n```{{toctree}}\n:hidden:\n{f':caption: {caption}' if caption else ''}\n\n{lines}\n```\n"
 
 
 def prepare_docstring(app, what, name, found, options, lines):

@@ -20,8 +20,8 @@ from onepass.runtime import op as op_records
 ROOT = Path(__file__).parents[1]
 CI = runpy.run_path(str(ROOT / ".ci" / "pages"))  # which runs each page in the environment that it asks for
 NEEDS = {  # what a page begins with installing
-    "extending.md": "triton", "lora.md": "peft", "megatron.md": "megatron.core", "torchtitan.md": "torchtitan", "trl.md": "trl",
-    "verl.md": "verl",
+    "docs/extending.md": "triton", "docs/lora.md": "peft", "docs/megatron.md": "megatron.core",
+    "docs/torchtitan.md": "torchtitan", "docs/trl.md": "trl", "docs/verl.md": "verl",
 }  # fmt: skip
 PUBLIC = (  # modules whose `__all__` the reference lists
     "onepass", "onepass.nn", "onepass.parallel", "onepass.gpt",
@@ -47,11 +47,11 @@ def _as_before():
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT asks transformers by an old name
 @pytest.mark.usefixtures("_as_before")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=CI["name_of"])
 def test_python_runs(page, tmp_path, monkeypatch):
-    if page.name in NEEDS:
+    if (needed := NEEDS.get(CI["name_of"](page))) is not None:
         warnings.simplefilter("default")  # the package's own
-        pytest.importorskip(NEEDS[page.name])
+        pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "page.py"  # a file: Triton reads the source of its functions
     script.write_text(CI["script_of"](page))
@@ -85,11 +85,11 @@ def _sections(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_guide_names_all_activations_and_options():
-    guide = (ROOT / "docs" / "guide.md").read_text()
+def test_activations_and_options_are_named():
+    page = (ROOT / "docs" / "ops" / "activations.md").read_text()
     built_in = sorted(activations._BUILT_IN)
-    assert not [name for name in built_in if f"`{name}`" not in guide]
-    assert not [save for save in ("input", "fp8", "offload") if f'`"{save}"`' not in guide]
+    assert not [name for name in built_in if f"`{name}`" not in page]
+    assert not [save for save in ("input", "fp8", "offload") if f'`"{save}"`' not in page]
 
 
 def test_python_is_marked_as_python():
@@ -127,7 +127,7 @@ def test_ci_runs_the_readme_command():
     assert found[0].startswith("python3 -m venv .venv && ")
 
 
-def test_formulas_of_the_guide():
+def test_formulas_of_activations():
     z = torch.linspace(-4, 4, 101, dtype=torch.float64)
     u = (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)
     torch.testing.assert_close(activations.find_activation("gelu").formula(z), z * torch.sigmoid(2 * u))

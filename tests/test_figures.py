@@ -18,20 +18,25 @@ def kept():
     return json.loads((figures.RESULTS / "bias_activation.json").read_text()) | {"commit": "0123456789ab"}
 
 
+@pytest.fixture(scope="module")
+def every():
+    return figures.all_figures()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*/*.json")), ids=lambda path: path.stem)
 def test_a_result_has_a_commit(path):
     assert json.loads(path.read_text())["commit"]
 
 
-@pytest.mark.parametrize("path", figures.PAGES, ids=lambda path: path.name)
-def test_pages_say_what_was_measured(path):
+@pytest.mark.parametrize("path", figures.PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_say_what_was_measured(path, every):
     page = path.read_text()
-    assert figures.with_figures(page, figures.all_figures()) == page, "python benchmarks/figures.py brings it up to date"
+    assert figures.with_figures(page, every) == page, "python benchmarks/figures.py brings it up to date"
 
 
-def test_each_figure_has_one_place():
+def test_each_figure_has_one_place(every):
     pages = "".join(path.read_text() for path in figures.PAGES)
-    for name, made in figures.all_figures().items():
+    for name, made in every.items():
         assert pages.count(f"<!-- {name} -->") == pages.count(f"<!-- /{name} -->") == 1
         assert made in pages
     assert "gelu 16384 x 16384" in pages
@@ -59,14 +64,21 @@ def test_the_headline_sets_onepass_beside_the_fastest_peer(tmp_path):
 
 
 def test_an_op_without_results_has_a_row_without_figures(kept, tmp_path):
-    for op in ("norm", "new_op"):
-        (tmp_path / f"{op}.json").write_text(json.dumps(kept))
+    (tmp_path / "norm.json").write_text(json.dumps(kept))
     lines = figures.ops_table(tmp_path).splitlines()
-    assert len(lines) == 2 + len(figures.OPS_ROWS) + 1
-    by_op = {name: next(line for line in lines if f"`{name}`" in line) for name in ("rms_norm", "softmax", "new_op")}
-    assert "(docs/figures.md#norm) | **" in by_op["rms_norm"]
+    assert len(lines) == 2 + len(figures.OPS_ROWS)
+    by_op = {name: next(line for line in lines if f"`{name}`" in line) for name in ("rms_norm", "softmax", "fuse")}
+    assert by_op["rms_norm"].startswith("| [`layer_norm`, `rms_norm`](docs/ops/norms.md) | ")
+    assert "(docs/figures/norms.md#norm) | **" in by_op["rms_norm"]
     assert by_op["softmax"].endswith(" |  |  |  |")
-    assert by_op["new_op"].startswith("| `new_op` |  | [gelu 16384 x 16384](docs/figures.md#new_op) | **")
+    assert by_op["fuse"].startswith("| [`fuse`](docs/fusion.md) | ")
+
+
+def test_an_op_that_no_row_names_is_no_figure(kept, tmp_path):
+    (tmp_path / "new_op.json").write_text(json.dumps(kept))
+    for made in (figures.ops_table, figures.tables):
+        with pytest.raises(ValueError, match=r"OPS_ROWS of figures\.py has no row for new_op"):
+            made(tmp_path)
 
 
 def test_steps_of_any_order_have_a_table_of_their_own(tmp_path):
@@ -81,15 +93,20 @@ def test_steps_of_any_order_have_a_table_of_their_own(tmp_path):
     assert made.count("| 1B, 4 x 4096 | onepass |") == 2
 
 
-def test_each_op_has_a_table_under_its_name(kept, tmp_path):
-    for op in ("rope", "layer_norm"):
-        (tmp_path / f"{op}.json").write_text(json.dumps(kept))
-    made = figures.between("before <!-- figures --> old <!-- /figures --> after", "figures", figures.tables(tmp_path))
+def test_each_op_has_a_section_on_its_page_and_each_gpu_a_table(kept, tmp_path):
+    gpus = [tmp_path / "h200", tmp_path / "h100"]
+    for gpu in gpus:
+        gpu.mkdir()
+        for op in ("rope", "norm", "gated_norm"):
+            (gpu / f"{op}.json").write_text(json.dumps(kept | {"commit": f"of an {gpu.name}"}))
+    pages = figures.tables(*gpus[:1], gpus[1:])
+    assert pages.keys() == {"attention", "norms"}
+    made = figures.between("before <!-- norms --> old <!-- /norms --> after", "norms", pages["norms"])
     assert made.startswith("before ")
     assert made.endswith(" after")
     assert "old" not in made
-    assert made.index("### layer_norm") < made.index("### rope")
-    assert made.count("commit 0123456789ab.") == made.count("| onepass | eager |") == 2
+    assert made.index("## norm\n") < made.index("of an h200.") < made.index("of an h100.") < made.index("## gated_norm\n")
+    assert made.count(figures.CPU_TIME) == 4
 
 
 def test_other_peers_or_none_make_a_table_too(kept):
@@ -97,17 +114,17 @@ def test_other_peers_or_none_make_a_table_too(kept):
     kept["rows"] = [row for row in kept["rows"] if row["ours"] or row["contender"] == "copy"]
     for times in kept["cpu_time"]:
         times["contenders"] = {"onepass": times["contenders"]["onepass"], "Apex": times["contenders"]["eager"]}
-    assert "| | onepass | Apex | F.rms_norm(x) |" in figures.table("layer_norm", kept)
+    assert f"| {figures.CPU_TIME} | onepass | Apex | F.rms_norm(x) |" in figures.table("layer_norm", kept)
 
 
 def test_graph_times_have_a_table_of_their_own(kept):
     small = next(row["case"] for row in kept["rows"])
-    assert "CUDA graph" not in figures.table("norm", kept)
+    assert figures.GRAPH_TIME not in figures.table("norm", kept)
     for row in kept["rows"]:
         if row["case"] == small and row["contender"] in ("onepass", "eager"):
             row |= {"forward_graph_us": 4.04, "backward_graph_us": 11.26}
     made = figures.table("norm", kept)
-    assert "GPU time in a CUDA graph" in made
+    assert f"| {figures.GRAPH_TIME} | onepass | eager |" in made
     assert "| gelu 16384 x 16384 | 4.0 / 11.3 | 4.0 / 11.3 |  |" in made  # who couldn't be captured has an empty place
 
 
