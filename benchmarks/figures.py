@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("train", "plan", "huggingface", "lora")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("train/speed", "plan", "huggingface/speed", "lora")),
     *sorted((ROOT / "docs" / "figures").glob("*.md")),
 ]
 # the tables' names in the pages

@@ -1,4 +1,4 @@
-"""Every family that docs/huggingface.md has in its table: its parts, a step, packing, generation, checkpoints."""
+"""Every family that docs/huggingface/families.md has in its table: its parts, a step, packing, generation, checkpoints."""
 
 import copy
 from importlib.metadata import version
@@ -15,7 +15,7 @@ from onepass.integrations.huggingface import families
 from onepass.integrations.huggingface.families import FAMILIES, assert_alike, batch, step, tiny_model
 from onepass.integrations.tested import TESTED
 
-PAGE = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "huggingface" / "families.md").read_text()
 ROWS = families.rows_of(PAGE)
 NEWEST = TESTED["transformers"][-1]
 
@@ -42,7 +42,7 @@ by_pytorch = pytest.mark.usefixtures("_by_pytorch")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_parts_that_the_page_says(family):
-    """A part that is lost, or gained: `python -m onepass.integrations.huggingface.families --page docs/huggingface.md`."""
+    """A part that is lost, or gained: the command in the docstring of `families` writes the page anew."""
     found, expected = families.cells_of(family), ROWS[family]
     assert found[:-1] == expected[:-1]
     if version("transformers") == NEWEST:  # reasons are of one version

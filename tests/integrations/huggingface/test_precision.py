@@ -552,7 +552,7 @@ def test_copies_and_pickles_go_on():
 
 
 class KeepScales(transformers.TrainerCallback):
-    """Keeps scales beside the weights that Trainer saves, as docs/huggingface.md shows."""
+    """Keeps scales beside the weights that Trainer saves, as docs/huggingface/training.md shows."""
 
     def on_save(self, args, state, control, model, **rest):
         torch.save(onepass.nn.fp8_state_dict(model), f"{args.output_dir}/checkpoint-{state.global_step}/fp8.pt")

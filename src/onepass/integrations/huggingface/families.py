@@ -1,7 +1,7 @@
-"""Tiny models of transformers' families, and the table of docs/huggingface.md: what `apply` replaces in each.
+"""Tiny models of transformers' families, and the table of docs/huggingface/families.md: what `apply` replaces in each.
 
     python -m onepass.integrations.huggingface.families [FAMILY ...]
-    python -m onepass.integrations.huggingface.families --page docs/huggingface.md
+    python -m onepass.integrations.huggingface.families --page docs/huggingface/families.md
 
 The first prints rows for the installed transformers, the second writes all of them into the page. A family whose loss or
 gradients differ from transformers' own has no row: the command names it and fails.
