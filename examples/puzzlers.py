@@ -1,9 +1,9 @@
-"""One small program, run in five ways and more, and what each does with the machine. docs/fusion.md explains what it shows.
+"""One small program, run in five ways and more, and what each does with the machine. docs/puzzle.md explains what it shows.
 
     python examples/puzzlers.py [--small] [--out DIR] [--write [--results DIR] [--note TEXT]]
 
 A GPU if there is one, else the CPU. Into DIR (puzzlers) go the timelines one above the other, all tables and the figures as JSON.
---write puts tables and timelines into docs/fusion.md, and the figures into benchmarks/results.
+--write puts tables and timelines into docs/puzzle.md, and the figures into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onepass.profiling.model import Profile
 from onepass.profiling.picture import draw
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs" / "fusion.md", ROOT / "benchmarks" / "results"
+PAGE, RESULTS = ROOT / "docs" / "puzzle.md", ROOT / "benchmarks" / "results"
 PICTURE = "images/puzzlers.png"  # beside the page
 SLICES = 16
 FULL, SMALL = (2048, 128), (64, 16)  # rows, columns of a slice
@@ -199,7 +199,7 @@ def size(figures: dict[str, Any]) -> str:
 
 
 def on_page(figures: dict[str, Any]) -> str:
-    """What stands in docs/fusion.md between the markers."""
+    """What stands in docs/puzzle.md between the markers."""
     names = titles(figures)
     packages = ", ".join(f"{name} {figures['versions'][name]}" for name in ("torch", "triton") if figures["versions"][name])
     products = "TF32 products" if figures["on_gpu"] else "fp32"
@@ -266,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--small", action="store_true", help=f"x [{SMALL[0]}, {SLICES * SMALL[1]}], in seconds")
     parser.add_argument("--out", type=Path, default=Path("puzzlers"), help="folder for what it finds (puzzlers)")
-    parser.add_argument("--write", action="store_true", help="also into docs/fusion.md and benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="also into docs/puzzle.md and benchmarks/results")
     parser.add_argument("--results", type=Path, help="folder for --write (benchmarks/results/NAME OF THE GPU, or .../cpu)")
     parser.add_argument("--note", help="what a reader of the page should know of this run, such as which of several it is")
     args = parser.parse_args()

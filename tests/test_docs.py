@@ -27,6 +27,7 @@ PUBLIC = (  # modules whose `__all__` the reference lists
     "onepass", "onepass.nn", "onepass.parallel", "onepass.gpt",
     "onepass.integrations.huggingface", "onepass.integrations.megatron",
 )  # fmt: skip
+MOST_WORDS = 3500  # of a page; notes and the changelog, which grow by additions, may have more
 COMMANDS = runpy.run_path(str(ROOT / ".ci" / "commands"))
 PAGES = CI["pages"]()
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -83,6 +84,13 @@ def _sections(page):
     """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_page_is_no_book():
+    """Who looks for something finds it, with a screen or two to read."""
+    words = {CI["name_of"](page): len(page.read_text().split()) for page in MARKDOWN}
+    exempt = [page for page in words if page == "CHANGELOG.md" or page.startswith("docs/notes/")]
+    assert not {page: count for page, count in words.items() if count > MOST_WORDS and page not in exempt}
 
 
 def test_activations_and_options_are_named():
