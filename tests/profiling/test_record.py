@@ -313,3 +313,15 @@ def test_no_clock_decides_how_often_several_ranks_call(ranks, calls, monkeypatch
         record.timed(call, 5)
         counts.add(len(called))
     assert counts == calls
+
+
+@pytest.mark.parametrize(("ranks", "done"), [(1, ["stop"]), (2, ["sleep", "stop"])])
+def test_a_recording_of_several_ranks_outlives_their_collectives(ranks, done, monkeypatch):
+    """The threads of gloo write to it until they have left the last one."""
+    monkeypatch.setattr(record, "_has_several_ranks", lambda: ranks > 1)
+    seen = []
+    with record.recording() as recorded:
+        stop = recorded._profiler.stop
+        monkeypatch.setattr(recorded._profiler, "stop", lambda: (seen.append("stop"), stop()))
+        monkeypatch.setattr(record.time, "sleep", lambda seconds: seen.append("sleep"))
+    assert seen == done

@@ -43,6 +43,7 @@ _RUN_US = 20e3  # a run calls a short function until it takes about this long, a
 _MOST_CALLS = 200
 _SLOWED = 4.0  # warn above this slowdown by the profiler; small operators are slowed by two or three
 _LOG_ERRORS = 2  # of PyTorch's C++ log: warnings are 1
+_COLLECTIVES_END = 0.2  # seconds after a recording, in which gloo's threads leave their last collective
 _TIMING_US = 2e6  # stop timing after this long in all, once the least number of runs is done
 
 
@@ -194,6 +195,10 @@ class Recorded:
             return
         self._running = False
         synchronize()
+        if _has_several_ranks():
+            # gloo's thread notes a collective's end in the recording after it has let the caller go (PyTorch 2.13). Where the
+            # recording has been freed by then, it writes to memory that is another's, and the process crashes some time later.
+            time.sleep(_COLLECTIVES_END)
         self._profiler.stop()
         if self._log_level is not None:
             _set_log_level(self._log_level)
