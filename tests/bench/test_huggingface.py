@@ -29,6 +29,7 @@ from onepass.bench.huggingface_cases import (
     OURS,
     OURS_COMPILED,
     OURS_FP8,
+    OURS_GRAPHED,
     OURS_PACKED,
     OURS_TORCHS_ADAMW,
     UNSLOTH,
@@ -83,6 +84,24 @@ def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
     assert all(found is not None and found[1] for bar in bars for found in [reached(bar, rows)])
     assert rows[0].losses != rows[1].losses != rows[2].losses  # they did not do the same
     assert rows[2].error_of_eager is not None and rows[2].error_of_eager > 3  # of eight bits
+
+
+@pytest.mark.usefixtures("transformers")
+def test_a_graphed_step_trains_as_others_at_a_rate_that_is_a_tensor() -> None:
+    case = replace(LLAMA, graphed=True)
+    assert OURS_GRAPHED in case.contenders and OURS_GRAPHED not in LLAMA.contenders
+    trainer = huggingface_process._Trainer(case, huggingface_process.new_model(case, CPU), OURS_GRAPHED)
+    assert type(trainer.train).__name__ == "GraphedStep"
+    (group,) = trainer.optimizer.param_groups
+    rate = group["lr"]
+    rates = [float(rate)]
+    for _ in range(2):
+        trainer.step(next(huggingface_process.tokens(case, CPU)))
+        rates.append(float(rate))
+    assert group["lr"] is rate  # a captured step goes on reading it
+    assert rates[0] < rates[1] < rates[2]
+    rows = [huggingface_process.measured(case, each, CPU, 3, True) for each in (OURS, OURS_GRAPHED)]
+    assert rows[0].losses == pytest.approx(rows[1].losses, abs=1e-5)
 
 
 def _lora_functions(calls: list[str]) -> dict[str, Any]:
@@ -290,9 +309,9 @@ def test_bars() -> None:
 
 def test_the_cases_are_those_asked_for() -> None:
     real = {case.name: case for case in cases(quick=False)}
-    names = ["llama_1b 4x4096", "llama_1b 4x4096 ignored", "llama_1b 16x1024 chats", "llama_1b 1x1024"]
+    names = ["llama_1b 4x4096", "llama_1b 4x4096 ignored", "llama_1b 16x1024 chats", "llama_1b 1x1024", "llama_124m 8x1024"]
     with_lora = ["lora_8b 2x2048", "lora_8b 2x2048 bf16", "lora_8b 2x2048 nf4", "lora_8b 4x4096 checkpointed"]
-    hybrids = ["qwen3_5_2b 4x4096", "gpt_oss_20b 4x4096", "gemma4_2b 1x8192", "deepseek_v3_16b 4x4096"]
+    hybrids = ["qwen3_moe_30b 4x4096", "qwen3_5_2b 4x4096", "gpt_oss_20b 4x4096", "gemma4_2b 1x8192", "deepseek_v3_16b 4x4096"]
     assert list(real) == [*names, "qwen3_0.6b 4x4096", "gemma2_2b 1x4096", *hybrids, *with_lora]
     assert [case.name for case in real.values() if case.lora_rank] == with_lora
     assert AcceptanceBar(OURS_PACKED, "ms", 0.6, OURS) in real["llama_1b 16x1024 chats"].bars

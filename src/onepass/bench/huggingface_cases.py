@@ -9,14 +9,14 @@ from typing import Any
 
 from onepass.bench.model import worst
 
-EAGER, COMPILED, LIGER, UNSLOTH, AXOLOTL, OURS, OURS_TORCHS_ADAMW, OURS_COMPILED, OURS_FP8, OURS_PACKED = CONTENDERS = (
-    "eager", "torch.compile", "Liger", "Liger + Unsloth", "Liger + axolotl", "onepass", "onepass, torch's AdamW",
-    "onepass + torch.compile", "onepass fp8", "onepass packed",
+EAGER, COMPILED, LIGER, UNSLOTH, AXOLOTL = _OTHERS = "eager", "torch.compile", "Liger", "Liger + Unsloth", "Liger + axolotl"
+OURS, OURS_TORCHS_ADAMW, OURS_GRAPHED, OURS_COMPILED, OURS_FP8, OURS_PACKED = MINE = (
+    "onepass", "onepass, torch's AdamW", "onepass, CUDA graph", "onepass + torch.compile", "onepass fp8", "onepass packed",
 )  # fmt: skip
+CONTENDERS = (*_OTHERS, *MINE)
 # Peers' packages, as peers.py names them. Unsloth's and axolotl's functions are of layers with LoRA, and Liger does the rest.
 NEEDS = {LIGER: ("Liger",), UNSLOTH: ("Liger", "Unsloth"), AXOLOTL: ("Liger", "axolotl")}
 TAKEN = ("FLA", "FlashQLA", "causal-conv1d", "mamba-ssm")  # by transformers' own code for hybrids, where they are installed
-MINE = (OURS, OURS_TORCHS_ADAMW, OURS_COMPILED, OURS_FP8, OURS_PACKED)
 _FP8_FAR = (("loss_apart", 2e-2), ("error_of_eager", 30.0))  # a product's gradient is 1/16 off, as e5m2 is; bf16's is 1/300
 
 
@@ -57,6 +57,7 @@ class ModelCase:
     adapters: str = "fp32"  # their type, PEFT's default
     checkpointed: bool = False  # layers are recomputed in backward
     ours: str | None = None  # the attention that onepass is applied to, where it is not that of the others
+    graphed: bool = False  # so small that its steps by graphed_step are a contender
     four_bits: bool = False  # the layers' frozen weights are bitsandbytes' NF4, as QLoRA has them
 
     @property
@@ -80,6 +81,7 @@ class ModelCase:
     def contenders(self) -> tuple[str, ...]:
         left_out = {OURS_PACKED} if self.chats is None else set()
         left_out |= set() if self.lora_rank else {UNSLOTH, AXOLOTL}
+        left_out |= set() if self.graphed else {OURS_GRAPHED}
         left_out |= {COMPILED, OURS_COMPILED, OURS_FP8} if self.four_bits else set()  # compiled, such layers are their own code
         return tuple(name for name in CONTENDERS if name not in left_out)
 
@@ -105,6 +107,10 @@ _LLAMA_1B = {
     "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
 }  # fmt: skip
+_LLAMA_124M = {
+    "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 12,
+    "vocab_size": 50304, "tie_word_embeddings": True,
+}  # fmt: skip
 _LLAMA_8B = {
     "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
@@ -122,6 +128,10 @@ _QWEN3_5_2B = {
     "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "vocab_size": 248320, "tie_word_embeddings": True,
 }  # fmt: skip
 _GPT_OSS_20B = {"num_hidden_layers": 4, "num_local_experts": 32, "vocab_size": 201088}
+_QWEN3_MOE_30B = {
+    "num_hidden_layers": 4, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
 _GEMMA4_2B = {"num_hidden_layers": 30, "hidden_size": 2304, "intermediate_size": 9216, "vocab_size": 262144}
 _DEEPSEEK_16B = {
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408, "vocab_size": 163840,
@@ -166,10 +176,16 @@ _REAL = [
         chats=(40, 1000),
     ),
     ModelCase("llama_1b 1x1024", "llama", 1, 1024, _LLAMA_1B, asked=(AcceptanceBar(OURS, "ms", 0.95, EAGER),)),
+    # So few operations a launch that the CPU decides.
+    ModelCase(
+        "llama_124m 8x1024", "llama", 8, 1024, _LLAMA_124M, graphed=True,
+        asked=(AcceptanceBar(OURS_GRAPHED, "ms", 0.50, LIGER), AcceptanceBar(OURS_GRAPHED, "ms", 0.88, COMPILED)),
+    ),
     ModelCase("qwen3_0.6b 4x4096", "qwen3", 4, 4096, _QWEN3_600M, asked=_BEATS_LIGER),
     # SDPA has no softcapping, and eager attention saves the scores: only one sequence fits.
     ModelCase("gemma2_2b 1x4096", "gemma2", 1, 4096, _GEMMA2_2B, "eager", _BEATS_LIGER),
-    # Slices of true widths: Qwen3.5 is whole, gpt-oss has 4 of 24 layers, DeepSeek V3's code 4 of a 16B's 27.
+    # Slices of true widths: Qwen3.5 is whole, Qwen3-MoE has 4 of 48 layers, gpt-oss 4 of 24, DeepSeek V3's code 4 of a 16B's 27.
+    ModelCase("qwen3_moe_30b 4x4096", "qwen3_moe", 4, 4096, _QWEN3_MOE_30B, asked=_of_hybrids(0.60)),
     ModelCase("qwen3_5_2b 4x4096", "qwen3_5_text", 4, 4096, _QWEN3_5_2B, asked=_of_hybrids(0.80, 0.92)),
     # Transformers' own two attentions with sinks are 3.6e-3 apart at the first step, before anything is trained.
     ModelCase(

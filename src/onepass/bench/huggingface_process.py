@@ -40,6 +40,7 @@ from onepass.bench.huggingface_cases import (
     OURS,
     OURS_COMPILED,
     OURS_FP8,
+    OURS_GRAPHED,
     OURS_PACKED,
     OURS_TORCHS_ADAMW,
     UNSLOTH,
@@ -47,6 +48,7 @@ from onepass.bench.huggingface_cases import (
     ModelResult,
 )
 from onepass.bench.peers import imported, unsloth_lora
+from onepass.gradients.graphed_step import graphed_step
 from onepass.parallel import ShardedAdamW
 from onepass.profiling.record import run, synchronize
 
@@ -226,6 +228,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     AXOLOTL: lambda model: _with_lora_functions(model, importlib.import_module("axolotl.kernels.lora")),
     OURS: _onepass,
     OURS_TORCHS_ADAMW: _onepass,
+    OURS_GRAPHED: _onepass,
     OURS_COMPILED: lambda model: _compiled(_onepass(model)),
     OURS_FP8: lambda model: _onepass(model, "fp8"),
     OURS_PACKED: _onepass,
@@ -242,8 +245,11 @@ class _Trainer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.inputs = ModelInputs(case, trained[0].device, contender == OURS_PACKED)
         self.run = as_contender(model, contender)
+        graphed = contender == OURS_GRAPHED
+        rate = torch.tensor(_RATE, device=trained[0].device) if graphed else _RATE  # a tensor is written in place
         ours = contender in MINE and contender != OURS_TORCHS_ADAMW  # what Applied.optimizer returns
-        self.optimizer = ShardedAdamW(trained, lr=_RATE) if ours else torch.optim.AdamW(trained, lr=_RATE, fused=True)
+        self.optimizer = ShardedAdamW(trained, lr=rate) if ours else torch.optim.AdamW(trained, lr=rate, fused=True)
+        self.train = graphed_step(self._train) if graphed else self._train
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / _RISING, total_iters=_RISING - 1)
 
     def gradients(self, batch: Tensor) -> Tensor:
@@ -256,9 +262,16 @@ class _Trainer:
         self.schedule.step()
         self.optimizer.zero_grad()
 
+    def _train(self, **inputs: Any) -> Tensor:
+        loss: Tensor = self.run(**inputs).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
     def step(self, batch: Tensor) -> Tensor:
-        loss = self.gradients(batch)
-        self.update()
+        loss: Tensor = self.train(**self.inputs.of(batch))
+        self.schedule.step()
         return loss
 
 
