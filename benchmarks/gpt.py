@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,11 @@ def stepper(case: Case, way: str) -> Callable[[], torch.Tensor]:
     text = torch.randint(case.config().vocab_size, (case.sequences, case.length + 1), device=DEVICE)
     if not way.startswith("onepass"):
         return plain_gpt.stepper(case.config(), text, way)
-    made = trained(case, way)
+    return steps_of(trained(case, way), text)
+
+
+def steps_of(made: Trained, text: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a step on the same tokens each time."""
     batch = TokenBatch(text[:, :-1], text[:, 1:])
 
     def step() -> torch.Tensor:
@@ -119,25 +124,26 @@ def stepper(case: Case, way: str) -> Callable[[], torch.Tensor]:
     return step
 
 
-def measure(case: Case, way: str, steps: int) -> dict[str, Any]:
+def measure(make_step: Callable[[], Callable[[], torch.Tensor]], tokens: int, steps: int, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Return the time and the memory of steps of so many tokens. What was measured before must be gone."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    step = stepper(case, way)
+    step = make_step()
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - started
     warm = time.perf_counter() + WARM_S
     while time.perf_counter() < warm:
         step()
-    times, queued = step_ms(step, ROUNDS, steps)
+    times, queued = step_ms(step, rounds, steps)
     ms = statistics.median(times)
     return {
         "ms": ms,
         "ms_range": [min(times), max(times)],
         "host_ms": queued[-1],
-        "tokens_per_s": case.sequences * case.length / ms * 1e3,
+        "tokens_per_s": tokens / ms * 1e3,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "first_s": first,
@@ -168,7 +174,7 @@ def main() -> None:
         for way in args.way or [way for way in WAYS if importlib.util.find_spec("torchao") or "torchao" not in way]:
             torch._dynamo.reset()
             try:
-                found = measure(case, way, args.steps)
+                found = measure(partial(stepper, case, way), case.sequences * case.length, args.steps)
             except Exception as error:
                 rows[name][way] = {"error": repr(error)}
                 console.print(f"{name}, {way}: {error!r}"[:2000], style="red")
