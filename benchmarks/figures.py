@@ -11,15 +11,19 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/fusion.json                                  benchmarks/fusion.py
     scripts/gpt_1B.json, gpt_free_1B.json                benchmarks/gpt.py, a file a model; free: with --no-deterministic
     scripts/gpt_fp8_1B.json                              the same, by onepass in eight bits and not
+    scripts/fusions_1B.json                              benchmarks/fusions.py, a file a model
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
     scripts/huggingface.json, hybrids_qwen3_5.json       onepass bench huggingface, a file a case of this year's layers
     scripts/lora.json, lora_peers.json                   onepass bench lora
     scripts/rates.json                                   benchmarks/rates.py; benchmarks/planned.py sets plans beside steps
     scripts/two_gpus.json                                benchmarks/two_gpus.py
 
+first_screen.py has the README's table and pictures, fusion_tables.py what each fusion brings to a step.
+
 What has eight bits, in any of these files, is left out of their tables and has one of its own, for each GPU.
 """
 
+import importlib
 import json
 import math
 import sys
@@ -29,14 +33,29 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("train/speed", "plan", "huggingface/speed", "lora")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("train/speed", "plan", "huggingface/speed", "lora", "figures")),
     *sorted((ROOT / "docs" / "figures").glob("*.md")),
+    *sorted((ROOT / "docs" / "ops").glob("*.md")),
 ]
 # the tables' names in the pages
-HEADLINE, OPS, LOSS, FUSION = "headline", "ops", "loss", "fusion"
+PICTURE, HEADLINE, GAINS, OPS, LOSS, FUSION = "picture", "headline", "gains", "ops", "loss", "fusion"
+LOSS_MEMORY, FUSIONS = "loss-memory", "fusions"
 TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8, LORA = "training", "losses", "parallel", "huggingface", "fp8", "lora"
 HYBRIDS, TWO_GPUS = "hybrids", "two-gpus"
 PLAN, PLAN_PUBLISHED = "plan", "plan_published"
+
+
+def beside(name):
+    """Import a file of this folder, which is on the path only where this file is run as a script."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+first_screen, fusion_tables = beside("first_screen"), beside("fusion_tables")
+short = first_screen.short
 
 
 def fraction(value):
@@ -280,11 +299,6 @@ def others_of(folder):
     return sorted(other for other in folder.parent.iterdir() if other != folder)
 
 
-def short(gpu):
-    """H100 of NVIDIA H100 80GB HBM3."""
-    return gpu.split()[1]
-
-
 # ---- linear_cross_entropy: time over that of its matrix products, and memory ----
 
 
@@ -465,10 +479,7 @@ OURS_FP8 = "onepass fp8"
 
 def plan_rows():
     """What `onepass plan --gpus` says of steps, beside what they take."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    import planned
-
-    sys.path.pop(0)
+    planned = beside("planned")
     return planned.measured_rows(), planned.published_rows()
 
 
@@ -605,109 +616,9 @@ def fp8_tables(folder):
     return "\n\n".join(filter(None, made)) or "Not measured yet."
 
 
-# ---- the README: the headline, and all ops at a glance ----
+# ---- all ops at a glance ----
 
-
-def headline_line(title, unit, digits, ours, peer, memory):
-    """One row: times and GiB of `ours` and of `peer`, (name, time, GiB)."""
-    times = f"{ours[1]:.{digits}f} {unit}", f"{peer[1]:.{digits}f} {unit}, {peer[0]}"
-    return line([title, *times, f"**{peer[1] / ours[1]:.2f} x**", f"{ours[2]:{memory}} / {peer[2]:{memory}}"])
-
-
-def step_headline(title, path, peer=PLAIN):
-    """The model 1B beside a plain way."""
-    results = json.loads(path.read_text())
-    ways = results["rows"]["1B"]
-    ours, plain = ((name, ways[name]["ms"], ways[name]["peak_gib"]) for name in ("onepass", peer))
-    return headline_line(f"{title} ({short(results['gpu'])})", "ms", 1, ours, plain, ".1f")
-
-
-def huggingface_headline(title, path, case, beside="eager"):
-    """`beside`: a peer whose time stands in brackets."""
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case and row["status"] == "ok"]
-    found = {row["contender"]: (row["contender"], row["ms"], row["peak_gib"]) for row in rows}
-    name, *measured = min((each for name, each in found.items() if not name.startswith("onepass")), key=lambda each: each[1])
-    peer = f"{name} ({beside}: {found[beside][1]:.1f})", *measured
-    return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
-
-
-def loss_headline(title, path, case):
-    ways = json.loads(path.read_text())["rows"][case]["ways"]
-    found = {name: (name, way["ms"], way["peak_mib"] / 1024) for name, way in ways.items() if "error" not in way}
-    peer = min((each for name, each in found.items() if not name.startswith("onepass")), key=lambda each: each[1])
-    return headline_line(title, "ms", 1, found["onepass"], peer, ".1f")
-
-
-def backward_headline(title, path, case):
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case]
-    peer = min(peers_of(rows), key=lambda row: row["backward_ms"])
-    ours, peer = ((row["contender"], row["backward_ms"] * 1e3, row["peak_mib"] / 1024) for row in (own(rows), peer))
-    return headline_line(title, "us", 0, ours, peer, ".1f")
-
-
-def fp8_headline(title, path):
-    """The model 1B in eight bits beside the fastest of a peer."""
-    results = json.loads(path.read_text())
-    found = {name: (name, way["ms"], way["peak_gib"]) for name, way in results["rows"]["1B"].items() if "error" not in way}
-    peer = min((each for name, each in found.items() if name.startswith("torchao")), key=lambda each: each[1])
-    return headline_line(f"{title} ({short(results['gpu'])})", "ms", 1, found["onepass, fp8"], peer, ".1f")
-
-
-def both_headline(title, path, case):
-    """Forward and backward of an op."""
-    results = json.loads(path.read_text())
-    rows = [row for row in results["rows"] if row["case"] == case]
-    peers = [row for row in peers_of(rows) if row["contender"] != own(rows)["reference"]]
-    peer = min(peers, key=lambda row: row["forward_ms"] + row["backward_ms"])
-    ours, peer = ((row["contender"], row["forward_ms"] + row["backward_ms"], row["peak_mib"] / 1024) for row in (own(rows), peer))
-    gpu = short(results["hardware"]["name"])
-    return headline_line(title if gpu == "H200" else f"{title} ({gpu})", "ms", 1, ours, peer, ".1f")
-
-
-def measured_elsewhere(others):
-    """The rows of the headline that other GPUs have."""
-    for other in others:
-        steps, head = other / "scripts" / "gpt_fp8_1B.json", other / "linear_cross_entropy.json"
-        if steps.exists():
-            yield fp8_headline("Training step, Llama 1B in eight bits, 4 x 4096 tokens", steps)
-        if head.exists():
-            title = "Log-probabilities and entropies of a policy, 8192 x 4096 x 151936"
-            yield both_headline(title, head, "log_prob 8192x4096x151936")
-            yield both_headline("The same, half of the labels ignored", head, "log_prob half 8192x4096x151936")
-
-
-def headline(folder, others=()):
-    scripts = folder / "scripts"
-    steps = next(each / "scripts" for each in (folder, *others) if (each / "scripts" / "gpt_1B.json").exists())
-    lines = [
-        *header("", "onepass", "fastest peer", "speed", "peak GiB"),
-        step_headline("Training step, Llama 1B, `onepass.gpt`, 4 x 4096 tokens", steps / "gpt_free_1B.json"),
-        step_headline("The same, the peer without fp32 masters", steps / "gpt_free_1B.json", IN_BF16),
-        step_headline("The same, deterministic on both sides", steps / "gpt_1B.json"),
-        huggingface_headline(
-            "Training step, Llama 1B, Hugging Face, 4 x 4096 tokens", scripts / "huggingface.json", "llama_1b 4x4096"
-        ),
-        huggingface_headline(
-            "Training step, Llama 8B, Hugging Face, LoRA of rank 16, 2 x 2048 tokens",
-            scripts / "lora_peers.json",
-            "lora_8b 2x2048",
-            beside="Liger + axolotl",
-        ),
-        loss_headline(
-            "`linear_cross_entropy`, 8192 x 4096 x 128256", scripts / "linear_cross_entropy.json", "8192 x 4096 x 128256"
-        ),
-        backward_headline("`rms_norm`, backward, 16384 x 8192", folder / "norm.json", "rms 16384x8192"),
-        both_headline(
-            "Experts of a mixture with `onepass[quack]`, 16384 x 2048, 8 of 128 x 768 a token",
-            folder / "experts.json",
-            "swiglu 16384x2048x128x768x8",
-        ),
-        *measured_elsewhere(others),
-    ]
-    return "\n".join(lines)
-
-
-# A row of the README's table: the op, its page in docs/, what it does, and the result that measures it, if any. The page of
+# A row of the table: the op, its page in docs/, what it does, and the result that measures it, if any. The page of
 # docs/figures that has the name of the op's page has the result.
 OPS_ROWS = [
     (
@@ -859,7 +770,7 @@ def at_a_glance(op, results):
     """Return the largest case of an op, its figures and the best peer's. Of several as large, the first."""
     rows = max(by_case(results["rows"]), key=lambda rows: math.prod(rows[0]["shape"]))
     ours = own(rows)
-    case = f"[{named(ours)}](docs/figures/{figures_of(op)}.md#{op})"
+    case = f"[{named(ours)}](figures/{figures_of(op)}.md#{op})"
     if ours.get("reference"):
         time, peer = times_of_reference(rows)
         return [case, f"{time} of {ours['reference']}'s time", peer]
@@ -874,7 +785,7 @@ def loss_at_a_glance(path):
     peers = [name for name in LOSS_PEERS if "over_floor" in ways.get(name, {})]
     best_peer = min(peers, key=lambda name: ways[name]["over_floor"])
     (time, gib), (peer_time, peer_gib) = (time_and_gib(ways[name]) for name in ("onepass", best_peer))
-    case = f"[{largest}](docs/figures/losses.md#the-loss-without-the-logits)"
+    case = f"[{largest}](figures/losses.md#the-loss-without-the-logits)"
     return [case, f"**{time}** of three products' time, {gib} GiB", f"{peer_time} {best_peer}, {peer_gib} GiB"]
 
 
@@ -892,7 +803,7 @@ def ops_table(folder, others=()):
     lines = []
     for op, page, words, result in OPS_ROWS:
         name, *anchor = page.split("#")
-        lines.append(line([f"[{op}]({'#'.join([f'docs/{name}.md', *anchor])})", words, *found.get(result, ["", "", ""])]))
+        lines.append(line([f"[{op}]({'#'.join([f'{name}.md', *anchor])})", words, *found.get(result, ["", "", ""])]))
     return "\n".join([*header("op", "what it does", "largest case", "onepass", "best peer"), *lines])
 
 
@@ -911,9 +822,15 @@ def all_figures(folder=RESULTS):
     scripts, others = folder / "scripts", others_of(folder)
     every = [each / "scripts" for each in (folder, *others)]
     planned, published = plan_rows()
+    first = first_screen.rows_of([folder, *others])
     return {
-        HEADLINE: headline(folder, others),
+        PICTURE: first_screen.picture_line(first.values()),
+        HEADLINE: first_screen.table(first.values()),
+        GAINS: first_screen.gains(first, [folder]),
         OPS: ops_table(folder, others),
+        LOSS_MEMORY: first_screen.loss_memory([folder]),
+        FUSIONS: fusion_tables.table(every),
+        **fusion_tables.sentences(every, "../figures/training.md"),
         **{f"figures of {page}": made for page, made in tables(folder, others).items()},
         LOSS: loss_tables(scripts),
         FUSION: fusion_table(scripts / "fusion.json"),
@@ -950,3 +867,5 @@ if __name__ == "__main__":
         sys.exit(f"figures.py: {error}")
     for path in PAGES:
         path.write_text(with_figures(path.read_text(), made))
+    for path, drawn in first_screen.pictures(first_screen.rows_of([RESULTS, *others_of(RESULTS)]).values()).items():
+        path.write_text(drawn)

@@ -43,35 +43,15 @@ def test_each_figure_has_one_place(every):
     assert "| 8192 x 4096 x 128256 |" in pages
 
 
-def test_the_headline_sets_onepass_beside_the_fastest_peer(tmp_path):
-    way = {"ms": 10.0, "peak_gib": 1.0}
-    ways = {"onepass": way, "plain": {"ms": 12.0, "peak_gib": 2.0}, "plain, bf16 weights": {"ms": 11.0, "peak_gib": 1.5}}
-    path = tmp_path / "gpt_1B.json"
-    path.write_text(json.dumps({"gpu": "NVIDIA H100 80GB HBM3", "rows": {"1B": ways}}))
-    assert figures.step_headline("step", path) == "| step (H100) | 10.0 ms | 12.0 ms, plain | **1.20 x** | 1.0 / 2.0 |"
-    found = figures.step_headline("step", path, figures.IN_BF16)
-    assert found == "| step (H100) | 10.0 ms | 11.0 ms, plain, bf16 weights | **1.10 x** | 1.0 / 1.5 |"
-    rows = [
-        {"case": "a", "status": "ok", "contender": name, "ms": ms, "peak_gib": 1.0}
-        for name, ms in (("eager", 30.0), ("Liger", 15.0), ("onepass", 10.0), ("onepass + torch.compile", 9.0))
-    ]
-    path.write_text(json.dumps({"rows": rows}))
-    made = figures.huggingface_headline("step", path, "a")
-    assert made == "| step | 10.0 ms | 15.0 ms, Liger (eager: 30.0) | **1.50 x** | 1.0 / 1.0 |"
-    path.write_text(json.dumps({"rows": [*rows[1:], rows[1] | {"contender": "torch.compile", "ms": 12.0}]}))
-    made = figures.huggingface_headline("step", path, "a", beside="Liger")
-    assert made == "| step | 10.0 ms | 12.0 ms, torch.compile (Liger: 15.0) | **1.20 x** | 1.0 / 1.0 |"
-
-
 def test_an_op_without_results_has_a_row_without_figures(kept, tmp_path):
     (tmp_path / "norm.json").write_text(json.dumps(kept))
     lines = figures.ops_table(tmp_path).splitlines()
     assert len(lines) == 2 + len(figures.OPS_ROWS)
     by_op = {name: next(line for line in lines if f"`{name}`" in line) for name in ("rms_norm", "softmax", "fuse")}
-    assert by_op["rms_norm"].startswith("| [`layer_norm`, `rms_norm`](docs/ops/norms.md) | ")
-    assert "(docs/figures/norms.md#norm) | **" in by_op["rms_norm"]
+    assert by_op["rms_norm"].startswith("| [`layer_norm`, `rms_norm`](ops/norms.md) | ")
+    assert "(figures/norms.md#norm) | **" in by_op["rms_norm"]
     assert by_op["softmax"].endswith(" |  |  |  |")
-    assert by_op["fuse"].startswith("| [`fuse`](docs/fusion.md) | ")
+    assert by_op["fuse"].startswith("| [`fuse`](fusion.md) | ")
 
 
 def test_an_op_that_no_row_names_is_no_figure(kept, tmp_path):
@@ -234,12 +214,12 @@ def test_steps_in_eight_bits_are_left_out_of_other_tables(tmp_path):
     results = {"commit": "0123", "gpu": "NVIDIA H200", "versions": {"torch": "2.11"}, "deterministic": True, "rows": {"1B": ways}}
     path = tmp_path / "gpt_1B.json"
     path.write_text(json.dumps(results))
-    expected = figures.training_tables(tmp_path), figures.step_headline("step", path)
+    expected = figures.training_tables(tmp_path)
     ways |= {"onepass, fp8": way | {"ms": 9.0}, "plain, torchao tensorwise": way | {"ms": 10.0}}
     path.write_text(json.dumps(results))
     del ways["plain"]
     (tmp_path / "gpt_8B_four_layers.json").write_text(json.dumps(results | {"commit": "4567"}))
-    assert (figures.training_tables(tmp_path), figures.step_headline("step", path)) == expected
+    assert figures.training_tables(tmp_path) == expected
     row = {"op": "huggingface", "case": "a", "shape": [2, 8], "status": "ok", "ms": 12.0, "peak_gib": 2.0}
     rows = [row | {"contender": name, "loss_apart": 0.0, "error_of_eager": 1.0} for name in ("eager", "onepass", "onepass fp8")]
     versions = {"torch": "2.11", "transformers": "5.0", "peers": {"Liger": "0.8.5"}}
