@@ -6,6 +6,7 @@ The pages of a folder stand below its first page, and are called there as in its
 
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 
 from sphinx.util import logging
@@ -30,6 +31,7 @@ html_theme = "furo"
 html_title = "onepass"
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 
 FOLDERS = {"docs/guide": "docs/ops", "docs/notes/README": "docs/notes"}  # of a first page; else the one of its name
 _log = logging.getLogger(__name__)
@@ -65,6 +67,12 @@ def prepare_docstring(app, what, name, found, options, lines):
             lines[at:at] = ["::", ""]
 
 
+def copy_images(app, error):
+    """Copy what pages show by HTML of their own, such as a picture in light and dark, of which Sphinx knows nothing."""
+    shutil.copytree(Path(app.srcdir, "docs", "images"), Path(app.outdir, "docs", "images"), dirs_exist_ok=True)
+
+
 def setup(app):
+    app.connect("build-finished", copy_images)
     app.connect("source-read", add_sidebar)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon

@@ -93,6 +93,14 @@ def test_a_page_is_no_book():
     assert not {page: count for page, count in words.items() if count > MOST_WORDS and page not in exempt}
 
 
+def test_no_two_pages_have_one_title():
+    """As the site's sidebar has them, too."""
+    titles = [page.read_text().partition("\n")[0].removeprefix("# ") for page in MARKDOWN]
+    first = (ROOT / "docs" / "README.md").read_text()
+    for names in (titles, re.findall(r"^- \[([^]]+)\]", first, re.MULTILINE)):
+        assert not [name for name in names if names.count(name) > 1]
+
+
 def test_activations_and_options_are_named():
     page = (ROOT / "docs" / "ops" / "activations.md").read_text()
     built_in = sorted(activations._BUILT_IN)
