@@ -1,5 +1,6 @@
 """A CUDA graph's stand-in on a CPU: it records a call's operators, undoes what they wrote, and replays them without Python."""
 
+import itertools
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -82,3 +83,24 @@ def record(call, device, pool=None, may_wait=False):
 def beside(device, stream=None):
     """Stands for `side_stream`."""
     yield stream
+
+
+def install(monkeypatch, module, may_wait=False):
+    """Let this CPU capture for `module`. Return the list of what it captured."""
+    captured, failed, handles = [], set(), itertools.count(1)
+
+    def capture(call, device, pool):
+        assert pool not in failed, "beginAllocateToPool: already recording to mempool_id"  # as PyTorch says
+        try:
+            captured.append(record(call, device, may_wait=may_wait))
+        except BaseException:
+            failed.add(pool)
+            raise
+        return captured[-1]
+
+    monkeypatch.setattr(module, "capture", capture)
+    monkeypatch.setattr(module, "side_stream", beside)
+    monkeypatch.setattr(module, "free_memory", lambda device: None)
+    monkeypatch.setattr(module, "has_graphs", lambda device: device.type == "cpu")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    return captured

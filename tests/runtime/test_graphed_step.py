@@ -1,6 +1,5 @@
 """What a CPU shows of `graphed_step`: a graph's stand-in records a step's operators, and replays them without Python."""
 
-import itertools
 import logging
 
 import pytest
@@ -24,22 +23,7 @@ def _plain_backend():
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Let this CPU capture."""
-    failed, handles = set(), itertools.count(1)
-
-    def capture(call, device, pool):
-        assert pool not in failed, "beginAllocateToPool: already recording to mempool_id"  # as PyTorch says
-        try:
-            return cpu_graph.record(call, device)
-        except BaseException:
-            failed.add(pool)
-            raise
-
-    monkeypatch.setattr(module, "capture", capture)
-    monkeypatch.setattr(module, "side_stream", cpu_graph.beside)
-    monkeypatch.setattr(module, "free_memory", lambda device: None)
-    monkeypatch.setattr(module, "has_graphs", lambda device: device.type == "cpu")
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    return cpu_graph.install(monkeypatch, module)
 
 
 def model(dropout=0.0):

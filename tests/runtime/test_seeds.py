@@ -63,6 +63,13 @@ def test_a_tensor_where_somebody_looks_on(gpu, why, monkeypatch):
     assert isinstance(draw_seed(x), torch.Tensor) and generator.offset == 0
 
 
+def test_a_tensor_where_a_graph_would_draw_one(gpu):
+    x, generator = gpu
+    with philox.seeds_on_device():
+        assert isinstance(draw_seed(x), torch.Tensor) and generator.offset == 0
+    assert isinstance(draw_seed(x), int)
+
+
 def test_checkpointing_draws_the_same_again():
     drawn = []
 

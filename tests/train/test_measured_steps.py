@@ -1,5 +1,6 @@
 """Steps that decide on a CUDA graph, and those of one, with stand-ins for the clock and for the graph."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from train.fp8_runs import FP8
 
 import onepass
 from onepass.cli import main
+from onepass.kernels import philox
 from onepass.train import command, measured_steps, setup, steps, table
 from onepass.train.layout import ParallelLayout
 from onepass.train.measured_steps import MeasuredSteps
@@ -17,6 +19,8 @@ from onepass.train.options import Options
 from onepass.train.setup import make
 from onepass.train.steps import GraphedSteps, TrainSteps
 
+dropout_add = import_module("onepass.ops.dropout.dropout_add")
+activation = import_module("onepass.ops.activation.bias_activation")
 NOT_TIMED, TIMED = 3, 5
 OPTIMIZER = {"params_dtype": "fp32", "clip_grad": 0.0}
 
@@ -155,38 +159,71 @@ def test_other_errors_are_not_taken_for_the_captures(clock, graphs, monkeypatch)
 # ---- who measures ----
 
 
+RELEASED, UNKNOWN = "gradients whose memory is released", "of which no GPU has compared the bits yet"
+
+
 @pytest.mark.parametrize(
-    ("settings", "device", "ranks", "measures"),
+    ("settings", "ranks", "reason"),
     [
-        ({}, "cuda", 1, True),
-        ({"cuda_graphs": False}, "cuda", 1, False),
-        ({"cuda_graphs": True}, "cuda", 1, False),
-        ({}, "cpu", 1, False),
-        ({}, "cuda", 2, False),
-        ({"release_main_grads": True}, "cuda", 1, False),
-        ({"hidden_dropout": 0.1}, "cuda", 1, False),
-        ({"attention_dropout": 0.1}, "cuda", 1, False),
-        (FP8, "cuda", 1, False),
+        ({}, 1, None),
+        ({}, 2, "several ranks"),
+        ({"release_main_grads": True}, 1, RELEASED),
+        ({"hidden_dropout": 0.1}, 1, f"dropout, {UNKNOWN}"),
+        ({"attention_dropout": 0.1, **FP8}, 1, f"dropout and eight bits, {UNKNOWN}"),
+        ({"lora_rank": 2}, 1, f"adapters, {UNKNOWN}"),
     ],
 )
-def test_a_run_measures_where_a_graph_is_sure_to_change_nothing(settings, device, ranks, measures):
+def test_why_a_run_decides_nothing(settings, ranks, reason, monkeypatch):
     config, options = configured(**settings)
-    update = make(config, options.replace(cuda_graphs=False), alone()).update
-    layout = ParallelLayout(torch.device(device), ranks=ranks)
-    assert setup._measures_graphs(config, options, layout, update) is measures
+    update = make(config, options.replace(lora_rank=None), alone()).update
+    layout = ParallelLayout(torch.device("cuda"), ranks=ranks)
+    found = setup._why_not_measured(config, options, layout, update)
+    assert found == reason or found.startswith(f"{reason}, ")
+    monkeypatch.setattr(setup, "SHOWN", frozenset(("dropout", "eight bits", "adapters")))
+    found = setup._why_not_measured(config, options, layout, update)
+    assert (found is None) is (ranks == 1 and "release_main_grads" not in settings)
 
 
-def test_neither_a_plain_model_nor_offloading_measures():
-    config, options = configured()
-    layout = ParallelLayout(torch.device("cuda"))
-    plain = make(config, options, alone(), plain=True)
-    assert not setup._measures_graphs(config, options, layout, plain.update)
-    config, options = configured(cpu_offloading=True)
-    assert not setup._measures_graphs(config, options, layout, make(config, options, alone()).update)
+def test_a_run_says_why_it_decides_nothing(monkeypatch):
+    monkeypatch.setattr(setup, "_may_have_graphs", lambda *_: True)
+    said = []
+    assert type(make(*configured(hidden_dropout=0.1), alone(), say=said.append).steps) is TrainSteps
+    assert said == [f"CUDA graph: not tried with dropout, {UNKNOWN}; --cuda-graphs captures one"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "may"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"cuda_graphs": False}, "cuda", False),
+        ({"cuda_graphs": True}, "cuda", False),
+        ({"cpu_offloading": True}, "cuda", False),
+        ({"offload_optimizer": True}, "cuda", False),
+    ],
+)
+def test_who_may_have_a_graph(settings, device, may):
+    config, options = configured(**settings)
+    update = make(*configured(), alone()).update
+    assert setup._may_have_graphs(config, options, ParallelLayout(torch.device(device)), update) is may
+    plain = make(*configured(), alone(), plain=True).update
+    assert not setup._may_have_graphs(config, options, ParallelLayout(torch.device(device)), plain)
+
+
+def test_dropout_draws_as_in_a_graph_in_steps_without_one(monkeypatch):
+    """Also in backward, where checkpointed layers run again. Before and after it is as it was."""
+    drawn = []
+    monkeypatch.setattr(activation, "draw_seed", lambda *given: drawn.append(philox._as_graphs_do()) or philox.draw_seed(*given))
+    monkeypatch.setattr(dropout_add, "draw_seed", activation.draw_seed)
+    for rate in (0.25, 0.0):
+        config, options = configured(**OPTIMIZER, hidden_dropout=rate, recompute_granularity="full")
+        go(make(config, options, alone()), alone(), 0, 1)
+        assert bool(drawn) is bool(rate) and all(drawn) and not philox._as_graphs_do()
+        drawn.clear()
 
 
 def test_make_hands_on_what_takes_the_line(monkeypatch):
-    monkeypatch.setattr(setup, "_measures_graphs", lambda *_: True)
+    monkeypatch.setattr(setup, "_may_have_graphs", lambda *_: True)
     config, options = configured()
     said = []
     made = make(config, options, alone(), say=said.append)
@@ -276,7 +313,7 @@ def test_tensor_parallel_ranks_capture_together_or_not_at_all(graphs, monkeypatc
 
 
 def test_a_run_says_what_it_decided_and_its_tables_run_alike(clock, graphs, monkeypatch, tmp_path, corpus, capsys):
-    monkeypatch.setattr(setup, "_measures_graphs", lambda config, options, *_: options.cuda_graphs is None)
+    monkeypatch.setattr(setup, "_may_have_graphs", lambda config, options, *_: options.cuda_graphs is None)
     given = []
     monkeypatch.setattr(command, "compare", lambda variant: given.append(variant.options) or (None, None))
     monkeypatch.setattr(command, "table", lambda *_: "the table")

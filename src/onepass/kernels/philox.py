@@ -22,6 +22,7 @@ from onepass.kernels.language import device_function, tl
 from onepass.runtime.batch_invariance import refuse
 from onepass.runtime.checks import check_number
 from onepass.runtime.dispatch import needs_dispatcher, under_functorch
+from onepass.runtime.process_setting import ProcessSetting, SettingChange
 
 GROUP = 8  # neighbours that share a block
 STEPS = 65536  # of a probability
@@ -140,6 +141,19 @@ def dropout_formula(values: Tensor, seed: Seed, rows: Tensor, threshold: int) ->
 _TOP = 1 << 62  # set in all numbers: Triton would compile kernels again for numbers of 32 bits
 _STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: keeps offsets of one seed, and of nearby seeds, apart
 _TAKEN = 4  # generators count random numbers in fours
+_on_device = ProcessSetting("seeds_on_device", False)
+
+
+def seeds_on_device(on: bool = True) -> SettingChange[bool]:
+    """Let eager calls draw seeds as a CUDA graph does, from now on or, as a context manager, within the block.
+
+    A replay and the call that it stands for then drop the same elements. Each seed costs an eager call a small kernel.
+    """
+    return _on_device.change(on)
+
+
+def _as_graphs_do() -> bool:
+    return _on_device.process if not _on_device.has_blocks else _on_device.in_thread()
 
 
 def draw_seed(x: Tensor, *others: Tensor | None) -> Tensor | int:
@@ -147,11 +161,11 @@ def draw_seed(x: Tensor, *others: Tensor | None) -> Tensor | int:
 
     torch.manual_seed repeats a seed, and so does restoring a generator's state, as activation checkpointing does. In plain eager
     mode on a GPU the CPU reads the generator's offset and advances it, and the seed is a number. Nothing is launched or kept.
-    Under CUDA graphs, compilers and transforms a small kernel makes a tensor, and each replay draws a new seed.
+    Under CUDA graphs, compilers, transforms and `seeds_on_device` a kernel makes a tensor, and each replay draws a new seed.
     """
     refuse("dropout", "which numbers of a row are dropped depends on its place")
     # needs_dispatcher: a graph that is traced must draw the seed itself
-    if x.is_cuda and not (needs_dispatcher(x, *others) or under_functorch() or is_capturing(x.device)):
+    if x.is_cuda and not (_as_graphs_do() or needs_dispatcher(x, *others) or under_functorch() or is_capturing(x.device)):
         generator: Any = torch.cuda.default_generators[x.get_device()]
         place = generator.get_offset()
         generator.set_offset(place + _TAKEN)

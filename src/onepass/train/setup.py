@@ -56,8 +56,12 @@ def make(
     model = _model(used, options, layout)
     adapters = None if options.lora_rank is None else _adapted(model, options, say)
     update = _update(model, options, layout, alone)
-    if _measures_graphs(used, options, layout, update):
-        return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say), adapters)
+    if _may_have_graphs(used, options, layout, update):
+        reason = _why_not_measured(used, options, layout, update)
+        if reason is None:
+            return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say), adapters)
+        if say is not None:
+            say(f"CUDA graph: not tried with {reason}; --cuda-graphs captures one")
     if options.cuda_graphs and not plain and lenient:
         group = layout.tensor.group
         steps = MeasuredSteps(model, used, options, update, autocast, decided=True, group=group)
@@ -89,18 +93,33 @@ def _adapted(model: Model, options: Options, say: Callable[[str], None] | None) 
     return {**made._asdict(), "modules": list(made.modules), "frozen": frozen_digest(model)}
 
 
-def _measures_graphs(config: Config, options: Options, layout: ParallelLayout, update: Update) -> bool:
-    """Whether the first steps decide on a CUDA graph: where a graph is known to change no result, and to fit the options."""
+# Of "dropout", "eight bits" and "adapters": what has the same bits in a graph, as tests/gpu/test_decided_graphs.py has shown
+SHOWN: frozenset[str] = frozenset()
+
+
+def _why_not_measured(config: Config, options: Options, layout: ParallelLayout, update: Update) -> str | None:
+    """Return why the first steps decide nothing about a CUDA graph, where a run that could have one leaves that to its user."""
+    if layout.ranks > 1:
+        return "several ranks, whose reductions would start after the last replay and not under backward"
+    if isinstance(update, MainGradUpdate) and update.main_grads.releases:
+        return "gradients whose memory is released, which a graph would keep"
+    unproven = {
+        "dropout": config.hidden_dropout or config.attention_dropout,
+        "eight bits": config.fp8_format is not None,
+        "adapters": options.lora_rank is not None,
+    }
+    found = [name for name, there in unproven.items() if there and name not in SHOWN]
+    return f"{' and '.join(found)}, of which no GPU has compared the bits yet" if found else None
+
+
+def _may_have_graphs(config: Config, options: Options, layout: ParallelLayout, update: Update) -> bool:
+    """Whether graphs fit the options, and a run that is told nothing is to decide."""
     return (
         options.cuda_graphs is None
         and layout.device.type == "cuda"
-        and layout.ranks == 1
         and isinstance(update, MainGradUpdate)  # not a plain model
-        and not update.main_grads.releases
-        and not (config.hidden_dropout or config.attention_dropout)  # a graph draws other random numbers
-        and config.fp8_format is None
         and not config.cpu_offloading
-        and options.lora_rank is None  # no GPU has compared these
+        and not options.offload_optimizer
     )
 
 

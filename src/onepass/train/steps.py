@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.gpt import Config
+from onepass.kernels.philox import seeds_on_device
 from onepass.runtime.cuda_graph import capture, free_memory, restored_generator, side_stream
 from onepass.train.batches import TokenBatch
 from onepass.train.options import Options
@@ -58,10 +59,16 @@ class TrainSteps:
     def _micro(self, part: TokenBatch, share: float) -> Tensor:
         """Run forward and backward of a microbatch, with its gradient multiplied by `share`."""
         options: dict[str, Any] = {"grad_scale": share} if self._known else {}
-        with self._wide():
-            loss: Tensor = self.model(part.tokens, part.labels, **part.documents, **options)
-        (loss * share).backward()
+        with self._seeds():
+            with self._wide():
+                loss: Tensor = self.model(part.tokens, part.labels, **part.documents, **options)
+            (loss * share).backward()
         return loss.detach()
+
+    def _seeds(self) -> AbstractContextManager[Any]:
+        """Let dropout drop what it would in a CUDA graph: then it makes no difference from which step on there is one."""
+        drops = self.config.hidden_dropout or self.config.attention_dropout
+        return seeds_on_device() if drops else nullcontext()
 
     def _wide(self) -> Any:
         device = next(self.model.parameters()).device

@@ -20,6 +20,7 @@ from onepass.integrations.huggingface.dense_experts import replace_dense_experts
 from onepass.integrations.huggingface.embeddings import replace_embeddings
 from onepass.integrations.huggingface.expert_adapters import replace_expert_adapters
 from onepass.integrations.huggingface.experts import replace_experts
+from onepass.integrations.huggingface.graph import add_graphs
 from onepass.integrations.huggingface.layers import replace_layers
 from onepass.integrations.huggingface.lora import replace_lora
 from onepass.integrations.huggingface.loss import replace_loss
@@ -186,6 +187,7 @@ def apply(
     precision: Precision = None,
     frozen_layouts: int | None = None,
     batch_invariant: bool = False,
+    graph: bool = False,
 ) -> Applied:
     """Replace parts of this model instance by onepass ops. Parts that are not recognised stay unchanged.
 
@@ -216,11 +218,14 @@ def apply(
             adapters is refused then, and `undo` leaves the codes.
         batch_invariant: turn `onepass.batch_invariant()` on, for the whole process, until `undo`. A token's bits then depend on
             no other sequence, in forward and backward. The report's last row names what of the model is not onepass's.
+        graph: run forward and backward of calls in training as CUDA graphs, for models that wait for the CPU. Each shape of the
+            inputs, eight at most, has its own after three calls, and rows of causal models are padded to few lengths. Other calls
+            run as they are: the report's row names why, and a warning says it once.
 
     Raises:
         ValueError: there is nothing to replace, or onepass is applied already, or no layer's product can have the precision, or
-            weights are sharded by FSDP1, or dropout or a precision can't be batch_invariant. The model is
-            unchanged.
+            weights are sharded by FSDP1, or dropout or a precision can't be batch_invariant, or what was asked for can't be in a
+            graph. The model is unchanged.
         TypeError: the model is in fp64, with a precision.
     """
     if not isinstance(model, nn.Module):
@@ -244,6 +249,9 @@ def apply(
         )
     if batch_invariant:
         check_invariant(model, recipe)
+    for name, given in (("precision", recipe is not None), ("release_main_grad", release_main_grad)):
+        if graph and given:
+            raise ValueError(f"graph must be False with {name}, whose work between calls a graph would not repeat, but is True")
     patches = Patches()
     try:
         with fresh_defaults(), shapes_of_empty(model):
@@ -251,6 +259,7 @@ def apply(
         if batch_invariant and len(patches):
             patches.on_undo(switch().undo)
         main_grads = add_in_place(model, patches, release_main_grad) if main_grad and len(patches) else None
+        rows += [add_graphs(model, patches)] if graph and len(patches) else []
     except BaseException:
         patches.undo()
         raise

@@ -184,7 +184,7 @@ def _set(model: Any, head: Any, code: LossCode, snapshot: Snapshot, patches: Pat
     shared = _HeadState(head, code, names.index("labels"), _takes_caches(model), known, model.loss_function, snapshot)
     patches.set_forward(head, _head_forward, shared)
     patches.set(model, "_onepass", shared)
-    patches.set(model, "forward", _Forward(model), inert=True)
+    patches.set(model, "forward", ModelForward(model), inert=True)
     patches.set(model, "_loss_function", functools.partial(_loss_function, model))
 
 
@@ -198,12 +198,12 @@ def _takes_caches(model: Any) -> bool:
 # ---- a call ----
 
 
-class _Forward:
+class ModelForward:
     """The model's forward: a method, as accelerate looks for one, but a pickled method would be the class's own when loaded."""
 
     def __init__(self, model: Any) -> None:  # one that is being loaded or copied has nothing yet but its class
         self.__self__ = model
-        self.__func__ = _forward_like(type(model).forward)
+        self.__func__ = self._function(model)
         signature = inspect.signature(self.__func__)
         self.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
         self.__name__, self.__doc__ = self.__func__.__name__, self.__func__.__doc__
@@ -219,7 +219,10 @@ class _Forward:
         return id(self.__func__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Forward, (self.__self__,)
+        return type(self), (self.__self__,)
+
+    def _function(self, model: Any) -> Callable[..., Any]:
+        return _forward_like(type(model).forward)
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ class AppliedRow:
 
     name: str  # "model.layers.0.mlp"
     kind: str  # its class's name
-    part: str  # which of apply's options it belongs to: "norm", "mlp", "rope", "loss", "qkv", "lora", "precision", "bits"
+    part: str  # of apply's options: "norm", "mlp", "rope", "loss", "qkv", "lora", "precision", "bits", "graph"
     by: str | None = None  # "rms_norm"
     why: str | None = None  # why not: one clause
     match: Any = field(default=None, compare=False, repr=False)  # has `module`, says `change` and maybe `made_by`, and `left`
