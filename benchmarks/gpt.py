@@ -4,7 +4,8 @@
 
 One GPU, bf16, random tokens. Plain is benchmarks/plain_gpt.py, compiled, with AdamW(fused=True): under autocast over fp32
 parameters, gradients and moments, or all in bf16. onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own
-AdamW. All clip, and have the same settings of determinism. "Gradients kept" and "gradients released" are
+AdamW. All clip, and have the same settings of determinism. "By default" the first steps decide on a CUDA graph, as in onepass
+train; other ways have one where they say so. "Gradients kept" and "gradients released" are
 --no-release-main-grads and --release-main-grads, of which onepass does one by itself; "selective" and "full" are
 --recompute-granularity, with a number of blocks behind it --recompute-num-layers; "8-bit moments", "in backward" and "offload"
 are --optimizer-moments 8bit, --step-in-backward and --offload-optimizer; "8-bit inputs" is --activation-func-fp8-input-store,
@@ -74,8 +75,8 @@ CASES = {
     ),
 }  # fmt: skip
 WAYS = (
-    "onepass", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph", "onepass, 8-bit inputs",
-    "onepass, 8-bit inputs, gradients released", "onepass, selective", "onepass, full", "onepass, fp8",
+    "onepass", "onepass, by default", "onepass, gradients kept", "onepass, gradients released", "onepass, CUDA graph",
+    "onepass, 8-bit inputs", "onepass, 8-bit inputs, gradients released", "onepass, selective", "onepass, full", "onepass, fp8",
     "onepass, 8-bit moments", "onepass, 8-bit moments, in backward", "onepass, 8-bit moments, in backward, selective 6",
     "onepass, 8-bit moments, in backward, selective", "onepass, 8-bit moments, in backward, selective, offload",
     "onepass, in backward, selective, offload", "onepass, 8-bit moments, in backward, full",
@@ -99,8 +100,8 @@ def trained(case: Case, way: str) -> Trained:
         options = replace(options, release_main_grads="gradients released" in way)
     state = {"optimizer_moments": "8bit" if "8-bit moments" in way else "fp32", "offload_optimizer": "offload" in way}
     options = replace(options, step_in_backward="in backward" in way, **state)
-    if way == "onepass, CUDA graph":
-        options = replace(options, cuda_graphs=True)
+    if way in ("onepass, CUDA graph", "onepass, by default"):
+        options = replace(options, cuda_graphs=True if way == "onepass, CUDA graph" else None)
     return make(config, options, ParallelLayout(DEVICE))
 
 

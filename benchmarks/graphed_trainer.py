@@ -13,8 +13,9 @@ A Llama of 124M in bf16, 8 x 1024 random tokens, Trainer's defaults: fused AdamW
     onepass graph, main_grad       apply(model, main_grad=True, graph=True), applied.optimizer(max_norm=1.0), no filter
     graphed_step        apply(model), and no Trainer: forward, backward and AdamW's step in one CUDA graph, without clipping
 
-Milliseconds a step: of all steps between two synchronisations, the median of the rounds. Memory is the allocator's peak, and loss the
-last step's. "of graphed_step" is a time over its. With several lengths batches take turns, and the graph's rows are padded.
+Milliseconds a step: of all steps between two synchronisations, the median of the rounds. Memory is the allocator's peak, and
+loss the mean (of graphed_step the last one). "of graphed_step" is a time over its. With several lengths batches
+take turns, and the graph's rows are padded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from onepass.bench.peers import imported
 from onepass.integrations import huggingface
 
 WAYS = (
-    "eager", "liger", "compile", "onepass", "onepass graph", "onepass graph, no filter", "onepass graph, main_grad", "graphed_step"
+    "eager", "liger", "compile", "onepass", "onepass graph", "onepass graph, no filter", "onepass graph, main_grad",
+    "graphed_step",
 )  # fmt: skip
 RATE, WARM, ROUNDS = 1e-4, 20, 5
 MODEL = {
@@ -47,6 +49,7 @@ MODEL = {
     "vocab_size": 50304, "use_cache": False,
 }  # fmt: skip
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+SMALL |= {"vocab_size": 512}
 
 
 class RandomRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -111,7 +114,8 @@ def by_trainer(way: str, args: argparse.Namespace, clock: Clock) -> tuple[float,
     with tempfile.TemporaryDirectory() as folder:
         given = TrainingArguments(
             folder, per_device_train_batch_size=args.rows, max_steps=count, learning_rate=RATE, report_to=[], save_strategy="no",
-            logging_steps=count, disable_tqdm=True, use_cpu=args.small, torch_compile=way == "compile", train_sampling_strategy="sequential",
+            logging_steps=count, disable_tqdm=True, use_cpu=args.small, torch_compile=way == "compile",
+            train_sampling_strategy="sequential",
             max_grad_norm=0.0 if "main_grad" in way else 1.0, logging_nan_inf_filter=not way.endswith(("no filter", "main_grad")),
         )  # fmt: skip
         rows = RandomRows(count, args.rows, args.length, model.config.vocab_size)

@@ -46,7 +46,7 @@ class GraphedCalls:
     def __init__(self, say: Callable[[str], None], *, max_graphs: int = 8, loss: str = "loss") -> None:
         self._say, self._max_graphs, self._loss = say, max_graphs, loss
         self.reasons: dict[str, None] = {}
-        self._shapes: dict[Hashable, _Shape] = {}
+        self._shapes: dict[Hashable, _CallShape] = {}
         self._surroundings: _Surroundings | None = None
         self._grads: dict[int, Tensor] = {}  # by parameter: all graphs write them at one place
         self._left = 4 * max_graphs  # captures, of a module that changes all the time
@@ -110,12 +110,12 @@ class GraphedCalls:
             return "a model that was changed again and again after captures"
         return self._surroundings.unsupported
 
-    def _shape_of(self, key: Hashable, tensors: list[Tensor]) -> _Shape | None:
+    def _shape_of(self, key: Hashable, tensors: list[Tensor]) -> _CallShape | None:
         if key not in self._shapes:
             if len(self._shapes) >= self._max_graphs:
                 self.leave(f"other shapes than the first {self._max_graphs}, which have graphs")
                 return None
-            self._shapes[key] = _Shape([tensor.detach().clone() for tensor in tensors])
+            self._shapes[key] = _CallShape([tensor.detach().clone() for tensor in tensors])
         return self._shapes[key]
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,7 +129,7 @@ class GraphedCalls:
                 result.record_stream(torch.cuda.current_stream(self._device))
         return found
 
-    def _capture(self, module: nn.Module, shape: _Shape, tensors: list[Tensor], call: Callable[[], Any]) -> None:
+    def _capture(self, module: nn.Module, shape: _CallShape, tensors: list[Tensor], call: Callable[[], Any]) -> None:
         """Capture the call and its backward, or note why that failed."""
         assert self._surroundings is not None
         for static, tensor in zip(shape.inputs, tensors, strict=True):
@@ -189,7 +189,7 @@ class GraphedCalls:
                 grads[place] = kept.copy_(grad)
         return grads
 
-    def _replay(self, shape: _Shape, tensors: list[Tensor]) -> Any:
+    def _replay(self, shape: _CallShape, tensors: list[Tensor]) -> Any:
         assert shape.graphs is not None and self._surroundings is not None
         for static, tensor in zip(shape.inputs, tensors, strict=True):
             static.copy_(tensor)
@@ -301,7 +301,7 @@ class _Reached:
 
 
 @dataclass
-class _Shape:
+class _CallShape:
     inputs: list[Tensor]
     calls: int = 0
     failed: bool = False
