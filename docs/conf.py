@@ -18,6 +18,7 @@ root_doc = "docs/README"
 suppress_warnings = ["myst.header"]  # a page of GitHub's may begin at any level
 
 myst_heading_anchors = 6
+highlight_language = "none"  # of blocks that name none: what a command prints
 default_role = "py:obj"  # a name in a docstring is a link where it is known
 autodoc_mock_imports = [name for name in ("transformers", "kernels") if importlib.util.find_spec(name) is None]
 autodoc_typehints = "signature"
