@@ -56,7 +56,9 @@ def test_a_run_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(ours["errors"]) == {"y", "dx", "dbias"}
     for key in ("forward_ms", "backward_ms", "forward_of_copy", "backward_of_copy", "cpu_forward_us", "cpu_both_us"):
         assert ours[key] > 0, key
-    assert ours["peak_mib"] is ours["kept_mib"] is ours["forward_graph_us"] is None  # a GPU's
+    assert ours["forward_graph_us"] is None  # a GPU's
+    assert ours["kept_mib"] == 0.0 < rows["eager"]["kept_mib"]  # x and the bias are inputs; eager keeps an activation too
+    assert 2 * (33 * 40 + 33 * 80) / 2**20 <= ours["peak_mib"] < 1.0  # y and dx at least
     assert ours["reference"] is ours["both_of_reference"] is None  # a copy is what it is set against
     assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr()
@@ -240,6 +242,12 @@ def test_a_lost_device_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bench("bias_activation", "--json", str(tmp_path / "run.json")) == 1
     assert "broken left cpu unusable" in capsys.readouterr().out
     assert (tmp_path / "run.json").exists()
+
+
+def test_a_quick_run_is_of_ops_alone_unless_others_are_named() -> None:
+    assert {"wgrad", "norm", "experts"} <= set(command._ops([], False))
+    assert set(command._ops([], False)) - set(command._ops([], True)) == {"wgrad", "fp8_passes", "norm_mlp"}
+    assert command._ops(["wgrad"], True) == ["wgrad"]
 
 
 def test_importing_the_command_loads_no_peer_and_no_rich() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from onepass.bench.model import BenchCase, CaseResult, Measured
-from onepass.bench.report import bound_by_calls
+from onepass.bench.report import bound_by_calls, less_memory
 from onepass.cli import main
 
 
@@ -22,7 +22,6 @@ def result_of(**fields):
         ({"cpu_forward_us": 10.0, "cpu_both_us": 70.0}, "backward, 60 us for the GPU's 50"),
         ({"cpu_forward_us": 30.0, "cpu_both_us": 90.0}, "forward, 30 us for the GPU's 20; backward, 60 us for the GPU's 50"),
         ({"cpu_forward_us": 20.0, "cpu_both_us": 70.0}, None),
-        ({"cpu_forward_us": 30.0, "cpu_both_us": 90.0, "peak_mib": None}, None),  # a CPU's
         ({"status": "wrong", "cpu_forward_us": 30.0, "cpu_both_us": 90.0}, None),
         ({}, None),
     ],
@@ -31,10 +30,23 @@ def test_a_case_that_waits_for_the_cpu(fields, said):
     assert bound_by_calls(result_of(**fields)) == (said and f"bound by the CPU's calls: {said}")
 
 
+def test_memory_is_set_beside_the_peer_that_takes_least():
+    result = result_of(kept_mib=0.5, peak_mib=8.0)
+    assert less_memory(result) is None  # the peer's is unknown
+    result.rows += [
+        Measured("separate", floor=True, kept_mib=0.1, peak_mib=0.1),  # the products alone
+        Measured("Liger", kept_mib=3.0, peak_mib=7.0),
+        Measured("slim", status="wrong", kept_mib=0.0, peak_mib=0.0),
+        Measured("eager", kept_mib=4.0, peak_mib=6.0),
+    ]
+    assert less_memory(result) == "memory: 512 KiB kept for backward, Liger 3.0 MiB; 8.0 MiB at most, eager 6.0 MiB"
+
+
 @pytest.mark.usefixtures("one_round")
 def test_ratios_are_speeds(capsys):
     assert main(["bench", "norm_linear", "--quick", "--case", "rms", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
+    assert "bound by the CPU" not in said and "memory: " in said
     assert said.count("more is better") == 1 and said.count("F.rms_norm(x)") == 1
     tables = re.split(r"\n\n", said)
     table = next(each for each in tables if "CPU time of a call" in each)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.dtype]
     peers = find_peers()
     skipped = "what takes seconds to compile is left out of --quick (--peer names peers)" if args.quick else None
-    plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops)]
+    plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops, args.quick)]
     plans = _chosen(plans, args)
 
     from onepass.bench.report import BenchReport  # imports rich, which a refused request doesn't need
@@ -108,13 +108,13 @@ def _finish(args: argparse.Namespace, result: BenchRun, say: Callable[[str], Non
 # ---- the request ----
 
 
-def _ops(named: list[str]) -> list[str]:
+def _ops(named: list[str], quick: bool) -> list[str]:
     known = registry.known_ops()
     for op in named:
         if op not in known:
             models = f"{huggingface.LORA} and {huggingface.NAME} by itself"
             raise CommandError(f"unknown op {op!r}; known are {', '.join(known)}, {models}")
-    return list(dict.fromkeys(named)) or known
+    return list(dict.fromkeys(named)) or (registry.public_ops() if quick else known)
 
 
 def _device(named: str | None) -> torch.device:

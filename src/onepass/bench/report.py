@@ -40,6 +40,7 @@ class BenchReport:
     """Print results on stdout as soon as they are known."""
 
     def __init__(self) -> None:
+        self.on_gpu = True
         self.console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
         self.progress = Progress(
             BarColumn(bar_width=28),
@@ -88,7 +89,7 @@ class BenchReport:
     # ---- output ----
 
     def header(self, run: BenchRun, ours: str, without: list[str], skipped: str | None) -> None:
-        has = versions()
+        has, self.on_gpu = versions(), run.device.type == "cuda"
         lines = [
             f"[bold]onepass {has['onepass']}[/] ({commit() or 'no checkout'}) on [bold]{escape(device_name(run.device))}[/]",
             f"torch {has['torch']}, triton {has['triton'] or 'not installed'}, cuDNN {has['cudnn'] or 'not installed'}, "
@@ -136,7 +137,8 @@ class BenchReport:
             cells = [column.styled(row, best.get(column.fastest or "") is row) for column in columns]
             style = _OURS if row.ours else "dim" if row is result.copy else ""
             table.add_row(self._name(row.contender, row.ours), *cells, style=style)
-        verdicts = [said for said in (against_best(result), bound_by_calls(result), left_out(result)) if said]
+        calls = bound_by_calls(result) if self.on_gpu else None
+        verdicts = [said for said in (against_best(result), less_memory(result), calls, left_out(result)) if said]
         with self._aside():
             self.console.print(heading, table, sep="\n")
             for row in result.rows:
@@ -232,6 +234,23 @@ def against_best(result: CaseResult) -> str | None:
     return "onepass against the best peer: " + ", ".join(parts) if parts else None
 
 
+def less_memory(result: CaseResult) -> str | None:
+    """Compare what onepass keeps for backward with what the peer that keeps least does; at most, likewise."""
+    ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
+    peers = [row for row in result.rows if not (row.ours or row.floor) and row.status == "ok"]
+    parts = []
+    for name, words in (("kept_mib", "kept for backward"), ("peak_mib", "at most")):
+        sizes: dict[str, float] = {row.contender: mib for row in peers if (mib := getattr(row, name)) is not None}
+        if ours is not None and sizes and (mine := getattr(ours, name)) is not None:
+            least = min(sizes, key=sizes.__getitem__)
+            parts.append(f"{_mib(mine)} {words}, {least} {_mib(sizes[least])}")
+    return "memory: " + "; ".join(parts) if parts else None
+
+
+def _mib(size: float) -> str:
+    return f"{size:.1f} MiB" if size >= 1.0 else f"{size * 1024:.0f} KiB"
+
+
 def _fastest(rows: list[Measured], name: str) -> Measured | None:
     timed = [row for row in rows if getattr(row, name) is not None]
     return min(timed, key=lambda row: float(getattr(row, name)), default=None)
@@ -240,7 +259,7 @@ def _fastest(rows: list[Measured], name: str) -> Measured | None:
 def bound_by_calls(result: CaseResult) -> str | None:
     """Name the passes in which the GPU waits for the CPU, that is all whose calls take the CPU longer than the GPU."""
     ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
-    if ours is None or ours.peak_mib is None or ours.cpu_forward_us is None or ours.cpu_both_us is None:  # on a CPU it can't be
+    if ours is None or ours.cpu_forward_us is None or ours.cpu_both_us is None:
         return None
     parts, calls = [], {"forward": ours.cpu_forward_us, "backward": ours.cpu_both_us - ours.cpu_forward_us}
     for direction, us in calls.items():

@@ -11,11 +11,12 @@ graph       small cases on a GPU, after the rounds: calls captured in a CUDA gra
 
 from __future__ import annotations
 
+import json
 import statistics
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,10 +42,10 @@ from onepass.bench.peers import PACKAGES, forget_compiled
 from onepass.runtime.ceilings import Ceilings, Clock, copy_step
 from onepass.runtime.cuda_graph import capture, side_stream
 
-ROUNDS, ROUNDS_QUICK = 5, 3
-CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 3  # the minimum is reported: other work of the CPU only adds to a call's time
+ROUNDS, ROUNDS_QUICK = 5, 2
+CPU_ROUNDS, CPU_ROUNDS_QUICK = 15, 2  # the minimum is reported: other work of the CPU only adds to a call's time
 _FIRST_STEPS = 3  # in eight bits: scales are measured, then they come from a history, and then the host knows of it
-_FEW_CALLS = 5  # of a case whose work is not tiny: the GPU must not keep the CPU waiting
+_FEW_CALLS = 3  # of a case whose work is not tiny: the GPU must not keep the CPU waiting
 _GRAPH_BYTES = 32 << 20  # a backward that moves fewer bytes may be shorter than its launches, so it is timed in a graph
 T = TypeVar("T")
 Tick = Callable[[str], None]
@@ -160,9 +161,8 @@ def _time_case(session: Session, case: BenchCase, checked: list[tuple[Measured, 
     rows = [row for row, _ in checked]
     right = [(row, call) for row, call in checked if call is not None]
     inputs = session.inputs(case)
-    if clock.device.type == "cuda":
-        for row, call in right:
-            row.peak_mib, row.kept_mib = memory_mib(call, inputs, clock.device)
+    for row, call in right:
+        row.peak_mib, row.kept_mib = memory_mib(call, inputs, clock.device)
     lanes = [_copy_lane(case, clock.device), *(_lane(row.contender, call, inputs) for row, call in right)]
     budget = 10.0 if clock.device.type == "cuda" else 30.0 if plan.quick else 150.0
     for turn in range(plan.rounds):
@@ -357,32 +357,55 @@ def _add_cpu_times(result: CaseResult, cpu: CpuTimes) -> None:
             row.cpu_forward_us, row.cpu_both_us = times[row.contender].forward_us, times[row.contender].both_us
 
 
-# ---- on a GPU ----
+# ---- memory, and calls in a CUDA graph ----
 
 _IN_A_GRAPH = 20  # calls a graph: they share the cost of its launch
 _WARM = 3  # calls before a capture, which may not contain one-time compilation, loading or allocation
 
 
 def memory_mib(call: Call, inputs: Inputs, device: torch.device) -> tuple[float, float]:
-    """Return the peak and the kept memory of a call.
+    """Return the peak and the kept memory of a call, on a CPU as PyTorch's profiler sees it.
 
     The peak is the most that forward and backward allocate beyond the inputs, results included. The kept memory is what forward
     leaves allocated beyond inputs and outputs, for backward.
     """
     asked, grads = list(inputs.asked.values()), inputs.fresh_grads()
     differentiate(call(*inputs.tensors.values()), asked, inputs.fresh_grads(), inputs.trained)  # one-time allocations happen here
+    if device.type == "cpu":
+        return _cpu_memory_mib(call, inputs, asked, grads)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before, asked_for = torch.cuda.memory_allocated(device), _asked_for(device)
     results = call(*inputs.tensors.values())
-    given = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors.values()}  # which some write to and return
-    storages = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs_of(results)}
-    kept = _asked_for(device) - asked_for - sum(size for place, size in storages.items() if place not in given)
+    kept = _asked_for(device) - asked_for - _bytes_made(results, inputs)
     got = differentiate(results, asked, grads, inputs.trained)
     torch.cuda.synchronize(device)
     del results, got
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20, kept / 2**20
+
+
+def _bytes_made(results: Result, inputs: Inputs) -> int:
+    """Return the bytes of results, without those of inputs, which some write to and return."""
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors.values()}
+    storages = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs_of(results)}
+    return sum(size for place, size in storages.items() if place not in given)
+
+
+def _cpu_memory_mib(call: Call, inputs: Inputs, asked: list[Tensor], grads: list[Tensor]) -> tuple[float, float]:
+    from onepass.profiling.record import recording  # imports rich, which a refused request doesn't need
+    from onepass.profiling.trace import STEP, WINDOW, read
+
+    with recording() as recorded, torch.profiler.record_function(WINDOW):
+        with torch.profiler.record_function(STEP):
+            results = call(*inputs.tensors.values())
+        got = differentiate(results, asked, grads, inputs.trained)
+    made = _bytes_made(results, inputs)
+    del results, got
+    trace = read(json.loads(recorded.trace()))
+    (forward,) = trace.steps
+    kept = sum(size for at, size in trace.allocations if at <= forward.end) - made
+    return max(accumulate((size for _, size in trace.allocations), initial=0)) / 2**20, kept / 2**20
 
 
 def _asked_for(device: torch.device) -> int:
