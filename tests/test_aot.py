@@ -80,11 +80,29 @@ def test_tiles_are_those_of_the_architecture():
     assert {each.key for each in hopper} - {each.key for each in ampere}  # fewer rows on their way
 
 
-def test_in_turn_each_launch_is_for_one_architecture_and_each_kernel_for_all():
-    every, some = (aot._tasks(aot.ARCHS, "swiglu 16384x16384", in_turn) for in_turn in (False, True))
-    planned = {arch: aot._planned("swiglu 16384x16384", arch) for arch in aot.ARCHS}
-    assert set(some) < set(every) and {index for index, _ in some} == {index for index, _ in every}
+def test_in_turn_each_value_is_for_one_architecture_and_each_kernel_for_all():
+    every, some = (aot._tasks(aot.ARCHS, "swiglu", in_turn) for in_turn in (False, True))
+    planned = {arch: aot._planned("swiglu", arch) for arch in aot.ARCHS}
+    assert set(some) < set(every) and len(some) < len(every) / 3
     assert {(planned[arch][i].kernel, arch) for i, arch in some} == {(planned[arch][i].kernel, arch) for i, arch in every}
+    covered, wanted = (set().union(*(planned[arch][i].values for i, arch in tasks)) for tasks in (some, every))
+    assert covered == wanted
+    counted = [sum(each == arch for _, each in some) for arch in aot.ARCHS]
+    assert max(counted) < 2 * min(counted)
+
+
+def test_in_turn_what_is_known_to_spill_is_compiled():
+    _, call, _ = next(iter(aot.ALLOWED_SPILLS))
+    tasks = aot._tasks(aot.ARCHS, call, True)
+    compiled = {(launched.name, launched.call.label, arch) for i, arch in tasks for launched in [aot._planned(call, arch)[i]]}
+    assert {known for known in aot.ALLOWED_SPILLS if known[1] == call} <= compiled
+
+
+def test_architectures_that_launch_alike():
+    """What is planned for one is planned for the other."""
+    assert max(call.least_arch for op in OPS.values() for call in op.samples.covering_calls()) <= min(aot._LIKE.values())
+    for arch, like in aot._LIKE.items():
+        assert aot._SHARED[arch] == aot._SHARED[like]
 
 
 def test_each_kernel_is_compiled_once_for_each_architecture():

@@ -2,7 +2,7 @@
 
     python -m onepass.testing.aot                      # sm_80, sm_90 and sm_100; exit status 1 where anything spills or fails
     python -m onepass.testing.aot --arch 90 --only swiglu
-    python -m onepass.testing.aot --in-turn            # a third of the binaries: each launch for one architecture
+    python -m onepass.testing.aot --in-turn            # a sixth of the binaries: each value of each parameter at least once
     python -m onepass.testing.aot --each-kernel        # each kernel's first launch only
 
 The kernels and their configurations come from the ops. Each call is a user's call, on tensors of the meta device, which have
@@ -50,6 +50,7 @@ from onepass.runtime.samples import CoveringCall
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200
 _SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes of shared memory for one program: tiles depend on it
 _LEAST_SHARED = 101376  # sm_86, sm_89, sm_120
+_LIKE = {100: 90}  # what launches as another architecture does: equal memory, and no call that wants more than sm_90
 _PROCESSORS = 132  # of an H100. With one, no kernel would have several programs
 
 
@@ -74,6 +75,12 @@ class Launch:
     def key(self) -> tuple[Any, ...]:
         """A key that is equal where Triton would reuse the compiled kernel."""
         return self.kernel, self.options, *map(_specialisation, _parameters(self.kernel), self.args)
+
+    @property
+    def values(self) -> set[tuple[Any, ...]]:
+        """What the kernel is compiled for, by parameter and by option."""
+        names = [name for name, _ in _parameters(self.kernel)]
+        return {(self.kernel, *each) for each in (*zip(names, self.key[2:], strict=True), *self.options)}
 
 
 @cache
@@ -285,9 +292,11 @@ def _tool(name: str, *args: str) -> str:
 # ---- in several processes ----
 
 
-@cache
 def _planned(only: str, arch: int) -> list[Launch]:
-    return launches(only, arch)
+    return _plan(only, _LIKE.get(arch, arch))
+
+
+_plan = cache(launches)
 
 
 def _work(index: int, arch: int, only: str) -> Compiled:
@@ -295,19 +304,28 @@ def _work(index: int, arch: int, only: str) -> Compiled:
 
 
 def _tasks(archs: Sequence[int], only: str, in_turn: bool, each_kernel: bool = False) -> list[tuple[int, int]]:
-    """Return indices of launches and architectures. In turn: a launch is for one architecture, a kernel's first one for each.
+    """Return indices of launches and architectures. Each kernel's first launch is for every architecture.
 
-    For each kernel: its first launch alone.
+    In turn: also a launch with a value that none before it has, for one architecture, and those that are known to spill.
     """
-    tasks = []
-    for place, arch in enumerate(archs):
-        kernels = set()
-        for index, launched in enumerate(_planned(only, arch)):
-            chosen = not each_kernel and (not in_turn or index % len(archs) == place)
-            if chosen or launched.kernel not in kernels:
-                tasks.append((index, arch))
-            kernels.add(launched.kernel)
-    return tasks
+    every = [(index, arch) for arch in archs for index in range(len(_planned(only, arch)))]
+    if not (in_turn or each_kernel):
+        return every
+    chosen, kernels, values = set(), set(), set()
+    for index, arch in every:
+        launched = _planned(only, arch)[index]
+        spills = in_turn and (launched.name, launched.call.label, arch) in ALLOWED_SPILLS
+        if spills or (launched.kernel, arch) not in kernels:
+            chosen.add((index, arch))
+            kernels.add((launched.kernel, arch))
+            values |= launched.values
+    # sorted, each launch is first asked of the architecture whose turn it is
+    for index, arch in sorted(every, key=lambda task: (archs.index(task[1]) - task[0]) % len(archs)) if in_turn else ():
+        launched = _planned(only, arch)[index]
+        if not launched.values <= values:
+            chosen.add((index, arch))
+            values |= launched.values
+    return [task for task in every if task in chosen]
 
 
 def compile_all(archs: Sequence[int], only: str, jobs: int, in_turn: bool = False, each_kernel: bool = False) -> list[Compiled]:
@@ -351,7 +369,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m onepass.testing.aot", description="Compile all kernels for absent GPUs.")
     parser.add_argument("--arch", default=",".join(map(str, ARCHS)), help="such as 90 or 80,90,100 (%(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="calls whose label contains this, such as 'swiglu' or 'fp16'")
-    parser.add_argument("--in-turn", action="store_true", help="each launch for one architecture, and each kernel for all")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="each value of a parameter for one architecture, and each kernel for all"
+    )
     parser.add_argument("--each-kernel", action="store_true", help="the first launch of each kernel, for each architecture")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile (%(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures to FILE")
