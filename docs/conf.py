@@ -13,7 +13,7 @@ from sphinx.util import logging
 
 project = "onepass"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md", "docs/**"]
 root_doc = "docs/README"
 suppress_warnings = ["myst.header"]  # a page of GitHub's may begin at any level
 

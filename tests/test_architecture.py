@@ -249,7 +249,8 @@ def test_few_functions_have_many_arguments():
 def test_the_version_is_in_one_place():
     versions = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert len(versions) == 1
-    assert not [path for path in FILES if f'"{versions[0]}"' in path.read_text()]
+    ours = [path for path in FILES if path.name != "tested.py"]  # which has versions of other packages
+    assert not [path for path in ours if f'"{versions[0]}"' in path.read_text()]
 
 
 def test_no_package_has_the_name_of_a_public_function():
@@ -344,13 +345,12 @@ def test_the_model_is_there_at_first_use():
 
 
 def test_module_paths_of_the_release_before_answer():
-    from onepass.runtime.moved import MOVED, RENAMED
+    from onepass.runtime.moved import MOVED
 
     for old, new in MOVED.items():
         assert _is_module(f"onepass.{new}") and not _is_module(f"onepass.{old}"), old
-    with pytest.warns(DeprecationWarning, match=r"onepass.runtime.joined has moved to onepass.gradients.packed_params"):
-        joined = importlib.import_module("onepass.runtime.joined")
-    for old, now in RENAMED["onepass.gradients.packed_params"].items():
-        assert getattr(joined, old) is getattr(importlib.import_module("onepass.gradients.packed_params"), now)
+    with pytest.warns(DeprecationWarning, match=r"onepass.parallel.collectives has moved to onepass.distributed.collectives"):
+        old = importlib.import_module("onepass.parallel.collectives")
+    assert old.start_all_reduce is importlib.import_module("onepass.distributed.collectives").start_all_reduce
     for path, name in (("norm", "rms_norm"), ("attention", "attention"), ("linear", "linear")):
         assert callable(getattr(importlib.import_module(f"onepass.ops.{path}"), name))
