@@ -4,6 +4,7 @@ A row appears as soon as a result has it. What it is set beside was measured in 
 
     row                            results, in benchmarks/results/<gpu>/scripts      made by
     Hugging Face, LoRA, mixtures   huggingface*.json, hybrids_*.json, lora.json ...  onepass bench huggingface
+    Trainer with `graph=True`      graphed_trainer.json                              benchmarks/graphed_trainer.py
     `onepass.gpt`                  gpt_free_*.json, gpt_fp8_1B.json                  benchmarks/gpt.py
     eager `onepass.gpt`            fusions_*.json                                    benchmarks/fusions.py
     the loss                       linear_cross_entropy.json                         a script of its commit
@@ -66,6 +67,17 @@ def runs_of_models(folders: Iterable[Path], case: str) -> Iterator[tuple[str, di
             yield short(results["device"]), {row["contender"]: Cost(row["ms"], row["peak_gib"]) for row in rows}
 
 
+def runs_of_trainer(folders: Iterable[Path]) -> Iterator[tuple[str, dict[str, Cost]]]:
+    """Yield a small model's steps under Trainer."""
+    names = {"liger": "Liger", "compile": "torch.compile", "onepass graph": GRAPHED}
+    for results in read(folders, "graphed_trainer.json"):
+        ways = {names.get(name, name): way for name, way in results["rows"].items() if "ms" in way}
+        yield (
+            short(results["gpu"]),
+            {name: Cost(way["ms"], way["peak_gib"]) for name, way in ways.items() if name != "graphed_step"},
+        )
+
+
 def runs_of_gpt(folders: Iterable[Path], model: str, *patterns: str) -> Iterator[tuple[str, dict[str, Cost]]]:
     for results in read(folders, *patterns):
         ways = results["rows"].get(model, {})
@@ -115,8 +127,8 @@ def row_of(task: str, runs: Iterable[tuple[str, dict[str, Cost]]], ours: str = O
 def rows_of(folders: list[Path]) -> dict[str, Row]:
     """Return the rows that there are results for."""
 
-    def model(task: str, case: str, ours: str = OURS) -> Row | None:
-        return row_of(task, runs_of_models(folders, case), ours)
+    def model(task: str, case: str) -> Row | None:
+        return row_of(task, runs_of_models(folders, case))
 
     head = runs_of_op(folders, "linear_cross_entropy", "log_prob 8192x4096x151936")
     in_eight_bits = runs_of_gpt(folders, "1B", "gpt_fp8_1B.json")
@@ -125,7 +137,7 @@ def rows_of(folders: list[Path]) -> dict[str, Row]:
     found = {
         "llama": model("Fine-tune Llama 1B, 4 x 4096 tokens", "llama_1b 4x4096"),
         "short": model("Fine-tune Llama 1B, 1 x 1024 tokens", "llama_1b 1x1024"),
-        "graph": model("Fine-tune Llama 124M, 8 x 1024 tokens, with a CUDA graph", "llama_124m 8x1024", GRAPHED),
+        "graph": row_of("Fine-tune Llama 124M, 8 x 1024 tokens, with a CUDA graph", runs_of_trainer(folders), GRAPHED),
         "gemma": model("Fine-tune Gemma 4 2B, 1 x 8192 tokens", "gemma4_2b 1x8192"),
         "lora": model("LoRA of Llama 8B, rank 16, 2 x 2048 tokens", "lora_8b 2x2048"),
         "qwen": model("Mixture: Qwen3 30B-A3B, 4 layers, 4 x 4096 tokens", "qwen3_moe_30b 4x4096"),
@@ -184,6 +196,12 @@ def gains(rows: dict[str, Row], folders: list[Path]) -> str:
         ("fine-tune a Hugging Face model", "`huggingface.apply(model)`", than_eager(rows["llama"]), "Hugging Face: huggingface"),
         ("train adapters on one card", "the same, after PEFT's", than_eager(rows["lora"]), "LoRA and QLoRA: lora"),
         ("train a mixture of experts", "the same", than_eager(rows["mixture"]), "Mixtures: experts"),
+        (
+            "fine-tune a small one",
+            "`huggingface.apply(model, graph=True)`",
+            than_eager(rows["graph"]) if "graph" in rows else "forward and backward as CUDA graphs: the CPU no longer decides",
+            "Trainer: huggingface/training",
+        ),
         ("train all weights of an 8B on one card", "`onepass train --preset 8B`", on_one_card(folders), "Memory: train/memory"),
         ("pretrain a small model", "`onepass train`", than_peer(rows["small"]), "Training: train"),
         ("pretrain in eight bits", "`onepass train --fp8-format hybrid`", than_peer(rows["fp8"]), "Eight bits: fp8"),

@@ -64,6 +64,19 @@ def test_a_step_measured_without_its_fusions_brings_eager(tmp_path):
     assert first_screen.table([row]).splitlines()[-1] == "| task | 20.0 ms | 10.0 ms | **2.00 x** |  | 2.0 → 1.0 |"
 
 
+def test_a_small_model_under_trainer_is_set_beside_its_peers(tmp_path):
+    ways = {"eager": 42.0, "liger": 38.0, "compile": 22.0, "onepass": 40.0, "onepass graph": 20.0, "graphed_step": 16.0}
+    found = {"gpu": "NVIDIA H200", "rows": {name: {"ms": ms, "peak_gib": 2.0} for name, ms in ways.items()}}
+    found["rows"]["onepass graph, main_grad"] = {"error": "x"}
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "graphed_trainer.json").write_text(json.dumps(found))
+    row = first_screen.row_of("task", first_screen.runs_of_trainer([tmp_path]), first_screen.GRAPHED)
+    assert (
+        first_screen.table([row]).splitlines()[-1]
+        == "| task | 42.0 ms | 20.0 ms | **2.10 x** | 1.10 x torch.compile | 2.0 → 2.0 |"
+    )
+
+
 def test_a_gain_is_shown_by_the_ninth_line():
     lines = README.splitlines()
     first = next(number for number, line in enumerate(lines, 1) if re.search(r"\d+ to \d+ ms|\*\*\d\.\d\d x\*\*", line))

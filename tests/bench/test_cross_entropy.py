@@ -42,6 +42,12 @@ def _quack(logits: Tensor, labels: Tensor, reduction: str, inplace_backward: boo
     return _liger(logits, labels, 0.0) if inplace_backward else F.cross_entropy(logits.float(), labels, reduction=reduction)
 
 
+def _transformer_engine(logits: Tensor, labels: Tensor, smoothing: float, reduce: bool) -> Tensor:
+    assert logits.dim() == 3 and labels.dim() == 2 and not reduce
+    losses = F.cross_entropy(logits[0].float(), labels[0], reduction="none", label_smoothing=smoothing)
+    return losses[None]
+
+
 def _trl(logits: Tensor, index: Tensor, temperature: float = 1.0, *, row_mask: Tensor) -> tuple[Tensor, Tensor]:
     log_p = logits.float().log_softmax(-1)
     log_prob = log_p.gather(-1, torch.where(row_mask, index, 0)[:, None])[:, 0]
@@ -53,6 +59,7 @@ def _peers(monkeypatch: pytest.MonkeyPatch) -> None:
     liger = {"liger_kernel.transformers.functional": {"liger_cross_entropy": _liger}}
     liger |= cute(cross_entropy=lambda *given, label_smoothing: (_liger(*given, label_smoothing), None, None, None))
     trl = {"trl.kernels": {"selective_log_softmax_and_entropy": _trl}}
+    trl |= {"transformer_engine.pytorch.cross_entropy": {"parallel_cross_entropy": _transformer_engine}}
     stand_in(monkeypatch, liger | trl | {"quack.cross_entropy": {"cross_entropy": _quack}})
 
 

@@ -173,8 +173,8 @@ def _ours_runs_as(plan: runner.BenchPlan, device: torch.device) -> str:
 
 
 def _without(plans: list[runner.BenchPlan], peers: Iterable[str]) -> list[str]:
-    """Return a line for each op: which installed packages have nothing to compare, and why."""
-    lines = []
+    """Return which installed packages have nothing to compare, and why: a line for the ops that this is alike for."""
+    ops: dict[str, list[str]] = {}
     for plan in plans:
         compared = {contender.package for case in plan.cases for contender in plan.bench.contenders(case)}
         why = plan.bench.without
@@ -182,5 +182,5 @@ def _without(plans: list[runner.BenchPlan], peers: Iterable[str]) -> list[str]:
         if unlike := [name for name in peers if name not in compared and name not in why]:
             parts.append(f"nothing like it in {', '.join(unlike)}")
         if parts:
-            lines.append(f"{plan.bench.op}: {'; '.join(parts)}")
-    return lines
+            ops.setdefault("; ".join(parts), []).append(plan.bench.op)
+    return [f"{', '.join(names)}: {said}" for said, names in ops.items()]

@@ -6,10 +6,11 @@ Peers     eager and torch.compile: F.cross_entropy of the logits in fp32, as mod
           kernel in the CuTe DSL, which it doesn't choose by itself.
           TRL: log-probabilities of its trainers, whose forward computes the entropies too; without label smoothing.
           QuACK: without label smoothing, which it lacks.
+          Transformer Engine: adapts Liger's kernel, and writes the gradient over the logits too.
           Megatron-core's fused vocab-parallel loss is not compared. It needs a process group, and casts its gradient to bf16
           whatever the logits' dtype.
-In place  the variant "over", and Liger always, overwrite the logits with their gradient. Such a contender gets a copy, made at
-          its first call. Later calls find the previous call's results there: the same work on other numbers.
+In place  the variant "over", and Liger and Transformer Engine always, overwrite the logits with their gradient. Such a contender
+          gets a copy, made at its first call. Later calls find the previous call's results there: the same work on other numbers.
 Errors    the mean is one number, so rows are not compared in chunks: the exact gradient takes 8 bytes a logit, several times.
 """
 
@@ -72,6 +73,16 @@ def _quack(case: BenchCase) -> Call:
     return in_a_row(on_copies(partial(loss, inplace_backward=True), 1) if case.variant == "over" else loss)
 
 
+def _transformer_engine(case: BenchCase) -> Call:
+    function, smoothing = imported("transformer_engine.pytorch.cross_entropy", "parallel_cross_entropy"), _SMOOTHING[case.variant]
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:  # its own mean is over ignored rows too
+        total: Tensor = function(logits[None], labels[None], smoothing, False).sum()
+        return total / (labels >= 0).sum()
+
+    return in_a_row(on_copies(loss, 1))
+
+
 def _trl(case: BenchCase) -> Call:
     function = imported("trl.kernels", "selective_log_softmax_and_entropy")
 
@@ -86,6 +97,7 @@ def _trl(case: BenchCase) -> Call:
 def _peers(case: BenchCase) -> list[Contender]:
     peers = [*by_pytorch(_eager), Contender("Liger", _liger, package="Liger")]
     peers.append(Contender("Liger CuTe", _liger_cute, package="Liger", lacks=needs_cute()))
+    peers.append(Contender("Transformer Engine", _transformer_engine, package="Transformer Engine"))
     if case.variant != "smoothing":
         peers.append(Contender("QuACK", _quack, package="QuACK"))
     if case.variant == "plain":
@@ -100,6 +112,5 @@ BENCH = OpBench(
     without={
         "Megatron-core": "its vocab-parallel loss needs a process group",
         "Apex": "its loss is an extension that is built apart",
-        "Transformer Engine": "its loss adapts Liger's kernel",
     },
 )  # fmt: skip
