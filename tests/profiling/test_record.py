@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from onepass.profiling import limits, record
 from onepass.profiling import suggestions as applies
 from onepass.profiling.limits import Limits
 from onepass.runtime.ceilings import Ceilings
+from onepass.runtime.op import OPS
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +178,25 @@ def test_a_large_vocabulary_on_a_cpu_is_a_matter_of_memory():
     (loss,) = [s for s in found.suggestions if s.call == "onepass.linear_cross_entropy(hidden, weight, labels)"]
     assert "the logits are 16 x 8,192, made by a matrix product; on a CPU it saves the logits' memory, not time" in loss.saw
     assert "nll_loss_nd" not in loss.saw  # that only calls another
+
+
+@pytest.mark.parametrize("trained", (True, False))
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_an_op_of_onepass_is_not_advised_in_its_own_place(op, trained, monkeypatch):
+    monkeypatch.setattr(applies, "_WORTH", 0.0)
+    sample = OPS[op].samples.SAMPLES[op]
+    tensors = [t.detach() for t in sample.tensors(torch.device("cpu"), torch.float32)]
+    for t in tensors[: len(tensors) - sample.frozen] if trained else ():
+        t.requires_grad_(t.is_floating_point())
+
+    def step():
+        results = sample.call(partial(OPS[op].function, backend="torch"), *tensors)
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        ys = [y for y in results if y is not None and y.requires_grad]
+        if ys:
+            torch.autograd.grad(ys, [t for t in tensors if t.requires_grad], list(map(torch.ones_like, ys)), allow_unused=True)
+
+    assert not profile(step, warmup=1, steps=1).suggestions
 
 
 def test_a_compiled_function():

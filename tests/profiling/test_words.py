@@ -5,6 +5,7 @@ from profiling.made import NOTHING, Made, launch_bound, matrix_products, number,
 
 from onepass.profiling.verdict import VERDICTS
 from onepass.runtime.ceilings import Ceilings
+from onepass.runtime.formula import FORMULA_RANGE
 
 VOCABULARY = 32000
 
@@ -241,21 +242,47 @@ def test_a_small_vocabulary_or_no_loss_is_left_alone():
     assert calls_of(queued(HEAD, LOSS[0])) == []
 
 
-def accumulating(*inputs, within="torch::autograd::AccumulateGrad"):
+def accumulating(*inputs, within="torch::autograd::AccumulateGrad", product=(64, 8, 64), of=None):
+    """A gradient that a product makes, inside the node `of`, and that is added to another."""
+    rows, inner, columns = product
     made = Made()
     made.steps((0, 100))
-    made.op(within, 0, 50)
-    made.op("aten::add_", 5, 40, *inputs, number(1))
-    made.kernel("add", 10, 60, 20)
+    made.op(of or "MmBackward0", 0, 20)
+    made.op("aten::mm", 2, 10, tensor(rows, inner), tensor(inner, columns))
+    made.kernel("product", 5, 10, 20)
+    made.op(within, 25, 50)
+    made.op("aten::add_", 30, 40, *inputs, number(1))
+    made.kernel("add", 35, 60, 20)
     return calls_of(made.profile(wall=20))
 
 
 def test_weight_gradients_that_are_added():
     ours = ["onepass.linear(x, weight) with weight.main_grad (onepass.parallel.MainGrads)"]
-    weight, bias = tensor(64, 64), tensor(64)
-    assert accumulating(weight, weight) == ours
+    weight, bias = tensor(32, 64), tensor(64)
+    assert accumulating(weight, weight, product=(32, 8, 64)) == ours
+    assert accumulating(weight, weight, product=(64, 8, 32)) == ours  # whose transpose is the gradient
+    assert accumulating(weight, weight, product=(32, 8, 65)) == []  # a leaf that no product's gradient is for
     assert accumulating(bias, bias) == []
-    assert accumulating(weight, weight, within="MulBackward0") == []
+    assert accumulating(weight, weight, product=(32, 8, 64), within="MulBackward0") == []
+
+
+def test_a_gradient_that_an_op_of_onepass_makes_needs_main_grads_only():
+    weight = tensor(32, 64)
+    assert accumulating(weight, weight, product=(32, 8, 64), of="_LinearBackward") == ["onepass.parallel.MainGrads(model)"]
+
+
+@pytest.mark.parametrize("node", ("_NormFunction", "_FormulaFunctionBackward", FORMULA_RANGE))
+def test_what_runs_inside_an_op_of_onepass_is_no_reason_for_one(node):
+    def found(node):
+        made = Made()
+        made.steps((0, 100))
+        (made.mark if node == FORMULA_RANGE else made.op)(node, 0, 50)
+        made.op("aten::native_layer_norm", 5, 40, tensor(64, 64))
+        made.kernel("norm", 10, 60, 20)
+        return calls_of(made.profile(wall=20))
+
+    assert found(node) == []
+    assert found("SomebodysFunction") == ["onepass.layer_norm(x, weight, ...)"]
 
 
 def adamw(*sizes, between=(), decay=True):

@@ -9,9 +9,12 @@ from itertools import pairwise
 from math import prod
 from statistics import median
 
+from torch.autograd import Function
+
 from onepass.profiling.figures import Figures, OperatorCall
 from onepass.profiling.limits import Limits
 from onepass.profiling.units import counted, listed, number, time
+from onepass.runtime.formula import FORMULA_RANGE
 
 _LARGE_VOCABULARY, _LARGE_LOGITS = 8192, 1 << 24  # columns; elements, where columns are fewer
 _FAST = 0.9  # of the copy bandwidth
@@ -35,18 +38,33 @@ def suggestions(
     figures: Figures, verdict: str, idle_us: float, limits: Limits, ignored_labels: float = 0.0
 ) -> tuple[Suggestion, ...]:
     """Return suggestions sorted by time, the largest first. If the step is launch-bound, a CUDA graph precedes them."""
-    calls, steps = [call for call in figures.calls if not _as_fast_as_it_gets(call, limits)], figures.steps
+    nodes, steps = _our_nodes(), figures.steps
+    calls, ours = list[OperatorCall](), list[OperatorCall]()
+    for call in figures.calls:
+        (calls if nodes.isdisjoint(call.within) else ours).append(call)
+    calls = [call for call in calls if not _as_fast_as_it_gets(call, limits)]
     total = sum(call.us for call in figures.calls) / steps
     finders: list[Callable[[Sequence[OperatorCall], int], Iterable[Suggestion]]] = [
-        _losses, _norms, _activations, _accumulations, _optimizers,
+        _losses, _norms, _activations, _optimizers,
     ]  # fmt: skip
     applying = [suggestion for finder in finders for suggestion in finder(calls, steps)]
+    applying += _accumulations(calls, steps, ours)
     applying += _prompts(calls, steps, ignored_labels)
     if not figures.on_gpu:
         applying = [_on_cpu(suggestion) for suggestion in applying]
     applying += _equal(calls, steps, figures.on_gpu)
     applying = sorted((suggestion for suggestion in applying if suggestion.us >= _WORTH * total), key=lambda s: -s.us)
     return (*_graph(figures, verdict, idle_us), *applying)
+
+
+def _our_nodes() -> set[str]:
+    """Return the ranges of a trace in which an op of onepass runs: its autograd Function, forward or backward, or its formula."""
+    names, classes = {FORMULA_RANGE}, [Function]
+    while classes:
+        classes += (of := classes.pop()).__subclasses__()
+        if of.__module__.partition(".")[0] == "onepass":
+            names |= {of.__name__, f"{of.__name__}Backward"}
+    return names
 
 
 def _as_fast_as_it_gets(call: OperatorCall, limits: Limits) -> bool:
@@ -209,15 +227,23 @@ def _inner(call: OperatorCall) -> int | None:
     return tensors[-1].shape[-1] if tensors and tensors[-1].shape else None
 
 
-def _accumulations(calls: Sequence[OperatorCall], steps: int) -> Iterable[Suggestion]:
-    seen = [
-        call for call in calls
-        if call.name in ("aten::add_", "aten::add")
-        and "torch::autograd::AccumulateGrad" in call.within and len(_shape(call) or ()) == 2
+def _accumulations(calls: Sequence[OperatorCall], steps: int, ours: Sequence[OperatorCall]) -> Iterable[Suggestion]:
+    """Additions to .grad of what a product makes, by PyTorch or inside an op of onepass. Other leaves' gradients are no weights'."""
+    added = [
+        call for call in calls if call.name in ("aten::add_", "aten::add") and "torch::autograd::AccumulateGrad" in call.within
     ]  # fmt: skip
-    if seen:
-        more = "; they add a weight's gradient to .grad, which the matrix product can do itself"
+    by_pytorch, by_ours = _product_shapes(calls), _product_shapes(ours)
+    more = "; they add a weight's gradient to .grad, which the matrix product can do itself"
+    if seen := [call for call in added if _shape(call) in by_pytorch]:
         yield _suggestion("onepass.linear(x, weight) with weight.main_grad (onepass.parallel.MainGrads)", seen, steps, more)
+    if seen := [call for call in added if _shape(call) in by_ours - by_pytorch]:
+        yield _suggestion("onepass.parallel.MainGrads(model)", seen, steps, more)
+
+
+def _product_shapes(calls: Sequence[OperatorCall]) -> set[tuple[int, ...] | None]:
+    """Return the shapes of products' results and of their transposes: autograd makes a weight's gradient either way."""
+    sizes = {(left[0], right[-1]) for call in calls if call.cost.flops for left, right in pairwise(_shapes(call)) if left and right}
+    return {shape for rows, columns in sizes for shape in ((rows, columns), (columns, rows))}
 
 
 _ADAMW = frozenset(f"aten::{name}" for name in ("lerp_", "mul_", "add_", "addcmul_", "sqrt", "div", "div_", "addcdiv_"))

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from onepass.runtime.formula import FORMULA_RANGE
+
 WINDOW = "onepass: profiled"  # record_function ranges of record.py: the part of the trace to read, and each step in it
 STEP = "onepass: step"
 _OPTIMIZER = "Optimizer.step#"  # every torch.optim.Optimizer's, before its class
@@ -153,6 +155,8 @@ def _events(raw: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[tuple[flo
         kind = _KINDS.get(str(item.get("cat", "")).lower())
         if kind is None or item.get("ph") != "X":
             continue
+        if item["name"] == FORMULA_RANGE:  # nests as operators do
+            kind = "op"
         args = item.get("args", {})
         lane = (item.get("pid"), item.get("tid"))
         if kind == "gpu":

@@ -9,10 +9,12 @@ It can be differentiated as often as one likes where x is kept exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from onepass.runtime import saved
 from onepass.runtime.batch_invariance import invariant, rows_at_a_time
@@ -20,6 +22,7 @@ from onepass.runtime.dispatch import NotTwiceDifferentiable, needs_grad, under_f
 
 Formula = Callable[..., Any]  # of x, then the shared tensors, then those with something for each row: a tensor or a tuple of them
 Tensors = tuple[Tensor | None, ...]
+FORMULA_RANGE = "onepass formula"  # around what runs without an autograd Function, in a trace of the profiler's
 _BLOCK = 1 << 17  # elements: about a MiB of cache with a formula's intermediates
 
 
@@ -41,15 +44,24 @@ def run_formula(
         return _traced_formula(formula, save, x, (*shared, *per_row), parts)
     of_rows = _RowFormula(formula, len(shared), alone)
     if not needs_grad(x, *shared, *per_row):
-        return _forward(of_rows, x, shared, per_row)
+        with _formula_range():
+            return _forward(of_rows, x, shared, per_row)
     return _FormulaFunction.apply(of_rows, saved.saved_format(x, save, parts), x, *shared, *per_row)  # type: ignore[no-untyped-call]
+
+
+def _formula_range() -> AbstractContextManager[object]:
+    """Return a range in which the profiler, where it runs, shows an op's formula as the work of an op."""
+    return record_function(FORMULA_RANGE) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def formula_by_blocks(formula: Formula, x: Tensor, *shared: Tensor | None) -> Any:
     """formula(x, *shared): by `run_formula` where it takes blocks of rows, and else plainly, with no second run in backward."""
     traced = torch.compiler.is_compiling() or under_functorch()
-    if traced or _block_rows(x, False) is None:
+    if traced:
         return formula(x, *shared)
+    if _block_rows(x, False) is None:
+        with _formula_range():
+            return formula(x, *shared)
     return run_formula(formula, "input", x, shared=shared)
 
 
