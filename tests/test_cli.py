@@ -86,10 +86,19 @@ def test_explain_prints_what_explain_returns(capsys):
     assert out.strip() == str(backend.explain("bias_activation", x, bias, "swiglu", clamp=7.0, linear_offset=1.0))
 
 
+def test_explain_describes_a_call_of_training_unless_told_otherwise(capsys):
+    given = ["linear_cross_entropy", "--shape", "64,32", "--weight", "1000,32", "--labels", "64", "--device", "cpu"]
+    status, out, err = _run(capsys, "explain", *given, "--dtype", "fp32")
+    assert (status, err) == (0, "") and "one chunk, its logits wait for backward; " in out and "gradients included" in out
+    status, out, err = _run(capsys, "explain", *given, "--dtype", "fp32", "--no-grad")
+    assert (status, err) == (0, "") and "one chunk, no gradients; " in out
+    assert "backward" not in out and "gradients included" not in out
+
+
 def test_explain_takes_the_names_of_eight_bits(capsys):
     x, weight = torch.empty(16, 32), torch.empty(48, 32)
     given = "--shape 16,32 --device cpu --dtype fp32"
-    status, out, _ = _run(capsys, "explain", "rms_norm", *given.split(), "--out", "fp8")
+    status, out, _ = _run(capsys, "explain", "rms_norm", *given.split(), "--out", "fp8", "--no-grad")
     assert (status, out.strip()) == (0, str(backend.explain("rms_norm", x, out="fp8")))
     status, out, err = _run(capsys, "explain", "linear", *given.split(), "--weight", "48,32", "--precision", "fp8")
     assert (status, err) == (0, "")
@@ -133,7 +142,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "attention": "--shape 4,1024,6144 --heads 16 --cos --sin",
         "bias_activation": "--shape 16,32 --bias --dropout 0.1",
         "causal_conv1d": "--shape 4,64,32 --weight 32,4 --bias",
-        "cross_entropy": "--shape 32,1000 --labels 32",
+        "cross_entropy": "--shape 32,1000 --labels 32 --weight --inplace-backward",
         "delta_gates": "--shape 4,64,32 --b 4,64,32 --a-log 32 --dt-bias 32",
         "dropout_add": "--shape 16,32 --residual 16,32 --p 0.1",
         "embedding": "--shape 4,512 --weight 1000,64",
@@ -144,7 +153,7 @@ def test_explain_has_an_answer_for_every_op_on_a_gpu_that_is_not_here():
         "latent_attention": "--shape 2,512,8,192 --kv 2,512,8,256 --k-rope 2,512,64 --cos --sin --interleaved",
         "layer_norm": "--shape 16,32 --weight --bias",
         "linear": "--shape 16,32 --weight 8,32",
-        "linear_cross_entropy": "--shape 8192,4096 --weight 128256,4096 --labels 8192",
+        "linear_cross_entropy": "--shape 8192,4096 --weight 128256,4096 --labels 8192 --class-weight",
         "linear_divergence": "--shape 32,16 --student-weight 100,16 --teacher 32,8 --teacher-weight 100,8 --labels --kind jsd",
         "lora_linear": "--shape 16,32 --weight 8,32 --lora-a 4,32 --lora-b 8,4",
         "mamba_chunk_scan": "--shape 1,64,4,64 --dt 1,64,4 --A 4 --B 1,64,2,16 --C 1,64,2,16 --D --dt-bias --dt-softplus",
@@ -239,6 +248,7 @@ def test_flags_in_messages_are_flags_that_exist(capsys):
         ("bias_activation --shape 3,5 --backend nope", "backend must be one of auto"),
         ("bias_activation --shape 3,5 --dtype fp64 --backend triton", "backend 'triton' can't take this call"),
         ("bias_activation --shape 3,5 --device tpu", "--device must be cuda, cuda:N or cpu"),
+        ("rms_norm --shape 3,5 --out fp8", "(--no-grad describes a call without gradients)"),
         ("bias_activation --shape 3,5 --wrong 1", "unrecognized arguments: --wrong"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass.doctor import diagnosis as doctor
-from onepass.doctor import environment
+from onepass.doctor import environment, report
 from onepass.kernels import language as lang
 from onepass.ops.activation import samples as activation_samples
 from onepass.ops.activation.bias_activation import bias_activation_reference
@@ -76,11 +76,60 @@ def test_as_people_read_it(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "OPS", {})
     broken = doctor.Check("a trap", doctor.BROKEN, "found [this]", "mend it")
     monkeypatch.setattr(doctor, "_TRAPS", (lambda: [broken],))
-    assert doctor.run(types.SimpleNamespace(json=False)) == 1
+    assert doctor.run(types.SimpleNamespace(json=False, all=False)) == 1
     out = capsys.readouterr().out
     assert "found [this]" in out  # not taken for markup
     assert "do: mend it" in out
     assert "1 broken, 0 warnings" in out
+
+
+def _diagnosis(*checks):
+    reasons = {"triton": "x is on cpu", "torch": None}
+    gpu = {"triton": None, "torch": None, "cudnn": None}
+    backends = {"norm": {"cpu": reasons, "cuda:0": gpu}, "linear": {"cpu": {"triton": None, "torch": None}, "cuda:0": reasons}}
+    devices = [{"device": "cpu", "name": "x86", "cores": 2}, {"device": "cuda:0", "name": "GPU [1]"}]
+    return doctor.Diagnosis({"triton": "none"}, devices, backends, list(checks))
+
+
+CHECKS = (
+    *(doctor.Check(f"self-test of {op}, torch on cpu", doctor.OK, "0.80 of the allowed error") for op in ("norm", "linear")),
+    doctor.Check("driver", doctor.OK, "570"),
+    doctor.Check("self-test of norm, triton on cuda:0", doctor.BROKEN, "3.10 of the allowed error", "don't train with this"),
+    doctor.Check("threads", doctor.WARNING, "too many", "set OMP_NUM_THREADS=1"),
+)
+
+
+def test_a_device_and_a_group_of_checks_are_one_line_and_failures_are_whole(monkeypatch, capsys):
+    monkeypatch.setattr(lang, "INTERPRETED", False)
+    monkeypatch.setenv("COLUMNS", "120")
+    report.show(_diagnosis(*CHECKS), everything=False)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "triton none",
+        "cpu     x86, cores 2: all 2 ops run as PyTorch's operators",
+        "cuda:0  GPU [1]: kernels run 1 of 2 ops; as PyTorch's operators run linear; backends to name: cudnn (norm)",
+        "",
+        "ok       self-tests on cpu                    2 right, forward and backward against fp64",
+        "ok       known problems                       none of: driver",
+        "broken   self-test of norm, triton on cuda:0  3.10 of the allowed error",
+        "                                              do: don't train with this",
+        "warning  threads                              too many",
+        "                                              do: set OMP_NUM_THREADS=1",
+        "",
+        "1 broken, 1 warning; --all shows every check, and which backends each op can use",
+    ]
+
+
+def test_all_shows_every_check_and_backend_and_where_no_triton_kernel_runs(monkeypatch, capsys):
+    monkeypatch.setattr(lang, "INTERPRETED", False)
+    monkeypatch.setenv("COLUMNS", "120")
+    report.show(_diagnosis(*CHECKS), everything=True)
+    out = capsys.readouterr().out
+    assert all(check.name in out for check in CHECKS) and "--all" not in out
+    rows = [line.split(maxsplit=3) for line in out.splitlines()]
+    assert ["norm", "cpu", "triton", "no: x is on cpu"] in [[word.strip() for word in row] for row in rows]
+    (linear,) = (line for line in out.splitlines() if line.split()[:3] == ["linear", "cpu", "triton"])
+    assert "no Triton kernel runs" in linear
 
 
 @pytest.mark.usefixtures("gpu")
@@ -234,9 +283,19 @@ def test_one_thread_of_many(gpus, threads, cores, warns, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(environment, "slow_threads", lambda: None)
     checks = list(environment._threads())
     assert bool(checks) is warns
     assert not warns or f"set OMP_NUM_THREADS={cores}" in checks[0].advice
+
+
+@pytest.mark.parametrize("gpus", (0, 1))
+def test_threads_that_wait_for_each_other(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(environment, "slow_threads", lambda: ("the machine is busy", "set OMP_NUM_THREADS=1"))
+    found = [(check.verdict, check.found, check.advice) for check in environment._threads()]
+    assert found == [(doctor.WARNING, "the machine is busy", "set OMP_NUM_THREADS=1")] * (not gpus)
 
 
 @pytest.mark.parametrize("taken", (True, False))
@@ -395,11 +454,12 @@ def test_a_gpu_that_answers_nothing_hides_nothing_else(as_json, monkeypatch, gpu
         monkeypatch.setattr(f"torch.{name}", broken)
     monkeypatch.setenv("COLUMNS", "300")  # so that no sentence is broken over lines
     monkeypatch.setenv("COLUMNS", "300")
-    assert doctor.run(types.SimpleNamespace(json=as_json)) == 1
+    assert doctor.run(types.SimpleNamespace(json=as_json, all=False)) == 1
     out = capsys.readouterr().out
     assert "no kernel image" in out
     assert "Compile with" not in out
     assert "it does not answer" in out
+    assert as_json or "it does not answer: no op runs" in out
     if as_json:
         found = json.loads(out)
         assert found["devices"][1] == {"device": "cuda:0", "name": "it does not answer"}

@@ -107,6 +107,7 @@ def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     parser.add_argument("--shape", type=_shape, required=True, help="of the op's first tensor, such as 16384,28672")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of all tensors (%(default)s)")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; a GPU need not be here (default: cuda where there is one, else cpu)")
+    parser.add_argument("--no-grad", action="store_true", help="a call outside of training (default: what can be trained is)")
     op = next((arg for arg in argv if arg in OPS), None)
     if op is not None:
         _add_options(parser.add_argument_group(f"options of {op}"), OPS[op].function)
@@ -128,6 +129,10 @@ def _shape(text: str) -> tuple[int, ...]:
         raise ValueError(text)
     return shape
 
+
+# Arguments that get no gradient.
+_CONSTANT = ("cos", "sin", "class_weight", "teacher", "teacher_weight", "teacher_bias", "cross_entropy's weight")
+_WRITING = ("inplace_backward", "overwrite")  # options that write the first tensor, which no leaf of autograd's lets them
 
 _shape.__name__ = "shape"  # argparse prints this name in error messages
 
@@ -172,7 +177,8 @@ def _run_explain(args: argparse.Namespace) -> int:
     try:
         explanation, notes = _explained(args)
     except (ValueError, TypeError, RuntimeError) as error:
-        print(f"onepass explain: {error}", file=sys.stderr)
+        hint = " (--no-grad describes a call without gradients)" if "require grad" in str(error) and not args.no_grad else ""
+        print(f"onepass explain: {error}{hint}", file=sys.stderr)
         return 2
     print(explanation)
     for note in notes:
@@ -210,10 +216,17 @@ def _call(args: argparse.Namespace, op: Op, dtype: torch.dtype, device: torch.de
     import torch
 
     first, types = next(iter(signature(op.function).parameters)), getattr(op.samples, "TYPES_OF", {})
-    x = torch.empty(args.shape, dtype=types.get(first, dtype), device=device)
+
+    def trained(t: Tensor, name: str) -> Tensor:
+        constant = name in _CONSTANT or f"{op.name}'s {name}" in _CONSTANT
+        return t.requires_grad_(t.is_floating_point() and not constant and not args.no_grad)
+
+    x = trained(torch.empty(args.shape, dtype=types.get(first, dtype), device=device), first)
+    x.requires_grad_(x.requires_grad and not any(vars(args).get(option) for option in _WRITING))
 
     def fake(name: str, value: bool | tuple[int, ...]) -> Tensor | None:
-        return _fake(x, op, name, value, vars(args), types.get(name, dtype))
+        t = _fake(x, op, name, value, vars(args), types.get(name, dtype))
+        return t if t is None else trained(t, name)
 
     options = {
         parameter.name: fake(parameter.name, value) if _is_tensor(kind) else value

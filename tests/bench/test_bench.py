@@ -20,6 +20,7 @@ from onepass.bench import accuracy, bias_activation, command, options, record, r
 from onepass.bench.define import as_written
 from onepass.bench.model import BenchCase, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
+from onepass.runtime.cpu_threads import CpuThreads
 
 
 @pytest.fixture(autouse=True)
@@ -224,6 +225,18 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, _ = accuracy.errors(bias_activation.BENCH.formula_of(case), inputs, got, with_baseline=True)
     assert parts == pytest.approx(whole, rel=1e-9)
     assert max(parts.values()) < 1e-6
+
+
+def test_a_busy_machine_is_measured_with_the_threads_that_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chosen(Exception):
+        pass
+
+    def choose(threads: CpuThreads) -> None:
+        raise Chosen(threads.who)
+
+    monkeypatch.setattr(CpuThreads, "choose", choose)
+    with pytest.raises(Chosen, match="bench"):
+        bench("softmax")
 
 
 def test_a_lost_device_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

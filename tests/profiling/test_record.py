@@ -171,6 +171,14 @@ def test_many_small_operators_on_a_cpu(monkeypatch):
     assert "onepass.fuse(fn)" in [suggestion.call for suggestion in found.suggestions]
 
 
+@pytest.mark.parametrize("given", (None, CEILINGS))
+def test_threads_that_wait_for_each_other_are_named(given, monkeypatch):
+    monkeypatch.setattr(limits, "_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(record, "slow_threads", lambda: ("the machine is busy", "set OMP_NUM_THREADS=1"))
+    found = profile(lambda: torch.ones(4).sum(), ceilings=given)
+    assert ("the machine is busy; set OMP_NUM_THREADS=1" in found.reasons) is (given is None)
+
+
 def test_a_large_vocabulary_on_a_cpu_is_a_matter_of_memory():
     hidden, head = torch.randn(16, 8).requires_grad_(), torch.randn(8192, 8).requires_grad_()
     labels = torch.zeros(16, dtype=torch.long)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from onepass.runtime import cpu_threads as threads
+from onepass.runtime.cpu_threads import CpuThreads, Probe, slow_threads
 from onepass.train import live as live_module
-from onepass.train import threads
 from onepass.train.live import Live, MatrixPeak
 from onepass.train.record import Line
-from onepass.train.threads import CpuThreads, Probe
 
 
 class Machine:
@@ -45,6 +45,19 @@ def test_a_busy_machine_trains_with_fewer_threads_and_says_so(monkeypatch):
         "The machine is busy, so training uses 1 thread: 2, which wait for each other, are 26.5 x slower. "
         "OMP_NUM_THREADS=2 keeps 2."
     ]
+
+
+def test_others_say_that_fewer_threads_are_faster_and_change_nothing(monkeypatch):
+    machine = Machine(monkeypatch, 2)
+    machine.is_busy({2: 20.0, 1: 530.0})
+    found = "the machine is busy: 2 threads, which wait for each other, are 26.5 x slower than 1"
+    assert slow_threads() == (found, "set OMP_NUM_THREADS=1")
+    assert machine.set == 2 and len(machine.probed) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert slow_threads() is None and len(machine.probed) == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    machine.is_idle()
+    assert slow_threads() is None and machine.set == 2
 
 
 def test_an_idle_machine_keeps_its_threads_after_one_look(monkeypatch):

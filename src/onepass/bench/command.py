@@ -20,6 +20,7 @@ from onepass.bench.options import DTYPES, find_device
 from onepass.bench.peers import find_peers
 from onepass.bench.record import BenchRun
 from onepass.runtime.ceilings import clock_for, copy_bandwidth, measure_ceilings
+from onepass.runtime.cpu_threads import CpuThreads
 from onepass.runtime.errors import CommandError, check_output, install_hint
 
 _NAMED = ("bf16", "fp16", "fp32")  # not fp64: errors are measured against it
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     check_output("json", args.json)
     check_output("plot", args.plot, (".png", ".svg", ".pdf"))
     device = _device(args.device)
+    if device.type == "cpu":
+        CpuThreads(lambda text: print(text, flush=True), "bench").choose()
     if huggingface.NAME in args.ops or huggingface.LORA in args.ops:
         return huggingface.run(args, device)
     huggingface.refuse_options(args)

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onepass.doctor.environment import BROKEN, GPU_SLOWERS, OK, OLDEST_TRANSFORMERS, SLOWERS, WARNING, Check
+from onepass.doctor.environment import BROKEN, GPU_SLOWERS, OK, OLDEST_TRANSFORMERS, SLOWERS, WARNING, Check, Diagnosis
 from onepass.kernels import language
 from onepass.kernels.language import triton
 from onepass.runtime import backend
@@ -30,18 +30,6 @@ from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, weights_of
 
 T = TypeVar("T")
-
-
-@dataclass
-class Diagnosis:
-    versions: dict[str, str]
-    devices: list[dict[str, Any]]
-    backends: dict[str, dict[str, dict[str, str | None]]]  # op -> device -> backend -> why it can't be used, or None
-    checks: list[Check] = field(default_factory=list)
-
-    @property
-    def broken(self) -> bool:
-        return any(check.verdict == BROKEN for check in self.checks)
 
 
 def diagnose() -> Diagnosis:
@@ -412,6 +400,7 @@ def _error(got: Tensor, exact: Tensor) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="show every check, and which backends each op can use")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -421,32 +410,7 @@ def run(args: argparse.Namespace) -> int:
         json.dump(asdict(diagnosis) | {"broken": diagnosis.broken}, sys.stdout, indent=2)
         print()
     else:
-        _show(diagnosis)
+        from onepass.doctor.report import show  # imports rich
+
+        show(diagnosis, args.all)
     return 1 if diagnosis.broken else 0
-
-
-def _show(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print("  ".join(f"[bold]{name}[/] {version}" for name, version in diagnosis.versions.items()))
-    for device in diagnosis.devices:
-        facts = (f"{name} {value}" for name, value in device.items() if name not in ("device", "name"))
-        console.print("  ".join((device["device"], device["name"], *facts)))
-    usable = Table("op", "device", "backend", "", box=None, padding=(0, 2, 0, 0))
-    for op, devices in diagnosis.backends.items():
-        for where, reasons in devices.items():
-            for name, reason in reasons.items():
-                usable.add_row(op, where, name, "[green]can be used[/]" if reason is None else f"no: {escape(reason)}")
-    checks = Table("", "check", "found", box=None, padding=(0, 2, 0, 0))
-    colours = {OK: "green", WARNING: "yellow", BROKEN: "bold red"}
-    for check in diagnosis.checks:
-        advice = f"\n[bold]do:[/] {escape(check.advice)}" if check.advice and check.verdict != OK else ""
-        checks.add_row(f"[{colours[check.verdict]}]{check.verdict}[/]", check.name, escape(check.found) + advice)
-    for table in (usable, checks):
-        console.print()
-        console.print(table)
-    counts = {verdict: sum(check.verdict == verdict for check in diagnosis.checks) for verdict in (WARNING, BROKEN)}
-    console.print(f"\n{counts[BROKEN]} broken, {counts[WARNING]} warning{'' if counts[WARNING] == 1 else 's'}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from onepass.ops.attention.by_flash import flash_functions
+from onepass.runtime.cpu_threads import slow_threads
 from onepass.runtime.errors import version_of
 
 OK, WARNING, BROKEN = "ok", "warning", "broken"
@@ -25,6 +26,18 @@ class Check:
     verdict: str
     found: str
     advice: str = ""
+
+
+@dataclass
+class Diagnosis:
+    versions: dict[str, str]
+    devices: list[dict[str, Any]]
+    backends: dict[str, dict[str, dict[str, str | None]]]  # op -> device -> backend -> why it can't be used, or None
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def broken(self) -> bool:
+        return any(check.verdict == BROKEN for check in self.checks)
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,13 @@ def _variables() -> Iterator[Check]:
 
 def _threads() -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if torch.cuda.device_count() == 0 and torch.get_num_threads() == 1 and cores > 1:
+    if torch.cuda.device_count():
+        return
+    if torch.get_num_threads() == 1 and cores > 1:
         found = f"PyTorch computes with one thread of {cores} cores (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')})"
         yield Check("threads", WARNING, found, f"set OMP_NUM_THREADS={cores}; torchrun sets 1, for each of its processes")
+    elif slow := slow_threads():
+        yield Check("threads", WARNING, *slow)
 
 
 def _kernels_of_the_hub() -> Iterator[Check]:

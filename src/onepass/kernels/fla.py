@@ -18,6 +18,8 @@ _WRONG = (3, 4, 0), (3, 7, 1)  # from the first on, before the second
 @constant
 def has_wrong_triton() -> bool:
     """Whether gradients of gated rules are wrong on Hopper with the installed Triton (FLA's issue 640)."""
+    if triton is None:  # an explanation for a GPU that is elsewhere
+        return False
     first, fixed = _WRONG
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
     return first <= version < fixed

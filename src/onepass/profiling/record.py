@@ -33,6 +33,7 @@ from onepass.profiling.trace import STEP, WINDOW, read
 from onepass.profiling.units import check_whole, counted, number
 from onepass.profiling.verdict import verdict as verdict_of
 from onepass.runtime.ceilings import Ceilings
+from onepass.runtime.cpu_threads import slow_threads
 
 Tick = Callable[[str], None]
 
@@ -297,6 +298,8 @@ def described(trace: bytes, timing: Timing | None, ceilings: Ceilings | None = N
     if timing is not None and not totals.on_gpu and traced_us > _SLOWED * wall_us:
         slowed = f"{number(traced_us / wall_us)} times as long as without the profiler"
         reasons = (*reasons, f"the recorded steps took {slowed}: shares of the time are unsure, on a busy machine above all")
+    if ceilings is None and not totals.on_gpu and (slow := slow_threads()):
+        reasons = (*reasons, "; ".join(slow))
     return Profile(
         device=_device(data, totals.on_gpu),
         on_gpu=totals.on_gpu,

@@ -228,7 +228,7 @@ def _inner(call: OperatorCall) -> int | None:
 
 
 def _accumulations(calls: Sequence[OperatorCall], steps: int, ours: Sequence[OperatorCall]) -> Iterable[Suggestion]:
-    """Additions to .grad of what a product makes, by PyTorch or inside an op of onepass. Other leaves' gradients are no weights'."""
+    """Additions to .grad of what a product makes, by PyTorch or inside an op of onepass."""
     added = [
         call for call in calls if call.name in ("aten::add_", "aten::add") and "torch::autograd::AccumulateGrad" in call.within
     ]  # fmt: skip
@@ -242,7 +242,9 @@ def _accumulations(calls: Sequence[OperatorCall], steps: int, ours: Sequence[Ope
 
 def _product_shapes(calls: Sequence[OperatorCall]) -> set[tuple[int, ...] | None]:
     """Return the shapes of products' results and of their transposes: autograd makes a weight's gradient either way."""
-    sizes = {(left[0], right[-1]) for call in calls if call.cost.flops for left, right in pairwise(_shapes(call)) if left and right}
+    sizes = {
+        (left[0], right[-1]) for call in calls if call.cost.flops for left, right in pairwise(_shapes(call)) if left and right
+    }
     return {shape for rows, columns in sizes for shape in ((rows, columns), (columns, rows))}
 
 

@@ -51,7 +51,8 @@ def run_formula(
 
 def _formula_range() -> AbstractContextManager[object]:
     """Return a range in which the profiler, where it runs, shows an op's formula as the work of an op."""
-    return record_function(FORMULA_RANGE) if torch.autograd._profiler_enabled() else nullcontext()
+    profiled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return record_function(FORMULA_RANGE) if profiled else nullcontext()
 
 
 def formula_by_blocks(formula: Formula, x: Tensor, *shared: Tensor | None) -> Any:

@@ -22,6 +22,7 @@ from onepass.gpt import Config
 from onepass.gpt.huggingface import their_config
 from onepass.gpt.lora import check_modules
 from onepass.profiling.units import counted
+from onepass.runtime.cpu_threads import CpuThreads
 from onepass.runtime.errors import CommandError, install_hint
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.train import checkpoint, stages, text
@@ -47,7 +48,6 @@ from onepass.train.restarts import unmark
 from onepass.train.run_lock import PATIENCE_S, locked
 from onepass.train.samples import TextSample
 from onepass.train.table import Variant, compare, each_off, table, table_of_fusions
-from onepass.train.threads import CpuThreads
 from onepass.train.watch import watched
 
 T = TypeVar("T")

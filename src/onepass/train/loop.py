@@ -22,6 +22,7 @@ from torch import Tensor
 from onepass.gpt import Config
 from onepass.gpt.lora import adapter_files
 from onepass.gpt.settings import written_yaml
+from onepass.runtime.cpu_threads import CpuThreads
 from onepass.train import checkpoint, stages, text
 from onepass.train.batches import Batches
 from onepass.train.files import write_atomically
@@ -34,7 +35,6 @@ from onepass.train.precision import Counts, Saturation, has_delayed_scales
 from onepass.train.record import Line, Record, read_log
 from onepass.train.samples import TextSample, write
 from onepass.train.setup import make
-from onepass.train.threads import CpuThreads
 from onepass.train.updates import learning_rate
 
 _SAVING = 20  # a run that saves by time trains at least so many times as long as a save takes

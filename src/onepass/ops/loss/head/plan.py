@@ -55,10 +55,8 @@ class HeadPlan:
 
     def __str__(self) -> str:
         short = "; nothing takes as little as chunk_bytes" if self.short else ""
-        return (
-            f"{self._said()}; about {_time(self.seconds)} forward and backward, "
-            f"{self.bytes / 2**20:.0f} MiB at most, gradients included{short}"
-        )
+        ways, included = ("forward", "") if self.mode == "loss_only" else ("forward and backward", ", gradients included")
+        return f"{self._said()}; about {_time(self.seconds)} {ways}, {self.bytes / 2**20:.0f} MiB at most{included}{short}"
 
     def _said(self) -> str:
         chunks = f"{self.chunks} chunks of {self.rows} tokens" if self.chunks > 1 else "one chunk"

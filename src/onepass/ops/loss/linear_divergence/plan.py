@@ -42,7 +42,8 @@ class DivergencePlan(NamedTuple):
             "recompute": "logits made again in backward",
         }[self.mode]
         short = "; nothing takes as little as chunk_bytes" if self.short else ""
-        mib = f"{self.bytes / 2**20:.0f} MiB at most, gradients included"
+        included = "" if self.mode == "loss_only" else ", gradients included"
+        mib = f"{self.bytes / 2**20:.0f} MiB at most{included}"
         return f"{chunks}, {gradients}; {PRODUCTS[self.mode]} products; {mib}{short}"
 
 

@@ -2,6 +2,7 @@
 
 OpenMP's threads spin while they wait for each other. Where another process needs a core, they spin away the time that the last
 of them waits for. Two threads on two cores beside one busy process then train a fifth to a thirtieth as fast as one thread.
+`train` and `bench` use fewer there (`CpuThreads`); `profile` and `doctor` say so (`slow_threads`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from onepass.profiling.units import counted
 
 _PROBE_S = 0.15
 _PATIENCE_S = 30.0  # between two choices
@@ -40,42 +39,71 @@ def probe(threads: int, most: int) -> Probe:
     return Probe(calls / elapsed, (time.process_time() - cpu) / elapsed / threads)
 
 
+class FastestThreads(NamedTuple):
+    threads: int
+    slower: float  # all threads, than these
+
+
+def fastest_threads(most: int) -> FastestThreads:
+    """Measure how many of `most` threads are as good as any number, the most of such. The number in use stays as it was."""
+    before, probes = torch.get_num_threads(), dict[int, Probe]()
+    for threads in _candidates(most):
+        probes[threads] = measured = probe(threads, most)
+        alone = threads == most and measured.share >= _ALL_OF_IT
+        if alone or measured.rate * _WORTH < max(probed.rate for probed in probes.values()):
+            break
+    torch.set_num_threads(before)
+    best = max(probed.rate for probed in probes.values())
+    count = next(threads for threads, measured in probes.items() if measured.rate * _WORTH >= best)
+    return FastestThreads(count, probes[count].rate / probes[most].rate)
+
+
+def slow_threads() -> tuple[str, str] | None:
+    """Return that the threads in use wait for each other, and what to do. None: they don't, or the user chose their number."""
+    most = torch.get_num_threads()
+    if _is_fixed(most) or (fastest := fastest_threads(most)).threads == most:
+        return None
+    count, slower = fastest
+    found = f"the machine is busy: {_threads(most)}, which wait for each other, are {slower:.1f} x slower than {count}"
+    return found, f"set OMP_NUM_THREADS={count}"
+
+
+def _is_fixed(count: int) -> bool:
+    """Whether there is nothing to choose: OMP_NUM_THREADS is the user's choice, which stays."""
+    return count == 1 or "OMP_NUM_THREADS" in os.environ
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
 class CpuThreads:
     """Chooses the number of threads by measurement: at the start, when steps become slow, and until all are in use again.
 
-    OMP_NUM_THREADS is the user's choice, which stays.
-
     Args:
         say: prints a sentence about a change.
+        who: uses the threads, in that sentence.
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self.say = say
+    def __init__(self, say: Callable[[str], object], who: str = "training") -> None:
+        self.say, self.who = say, who
         self.most = self.count = torch.get_num_threads()
-        self.fixed = self.most == 1 or "OMP_NUM_THREADS" in os.environ
+        self.fixed = _is_fixed(self.most)
         self._fastest = self._next = 0.0
 
     def choose(self) -> None:
         """Measure, and set the number of threads."""
         if self.fixed:
             return
-        probes: dict[int, Probe] = {}
-        for threads in _candidates(self.most):
-            probes[threads] = measured = probe(threads, self.most)
-            alone = threads == self.most and measured.share >= _ALL_OF_IT
-            if alone or measured.rate * _WORTH < max(probed.rate for probed in probes.values()):
-                break
-        best = max(probed.rate for probed in probes.values())
-        chosen = next(threads for threads, measured in probes.items() if measured.rate * _WORTH >= best)
+        chosen, slower = fastest_threads(self.most)
         torch.set_num_threads(chosen)
         if chosen < self.count:
-            slower = probes[chosen].rate / probes[self.most].rate
             self.say(
-                f"The machine is busy, so training uses {counted(chosen, 'thread')}: {self.most}, which wait for each "
+                f"The machine is busy, so {self.who} uses {_threads(chosen)}: {self.most}, which wait for each "
                 f"other, are {slower:.1f} x slower. OMP_NUM_THREADS={self.most} keeps {self.most}."
             )
         elif chosen > self.count:
-            self.say(f"The machine is less busy: training uses {counted(chosen, 'thread')}.")
+            self.say(f"The machine is less busy: {self.who} uses {_threads(chosen)}.")
         if chosen != self.count:
             self._fastest = 0.0
         self.count, self._next = chosen, time.monotonic() + _PATIENCE_S
