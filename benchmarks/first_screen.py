@@ -241,7 +241,8 @@ def than_eager(row: Row) -> str:
 
 
 def than_peer(row: Row) -> str:
-    return f"{1 - 1 / row.over_peer:.0%} less time than {row.peer}"
+    assert row.peer is not None
+    return f"{1 - 1 / row.over_peer:.0%} less time than {row.peer.replace('plain', 'compiled PyTorch')}"
 
 
 def on_one_card(folders: Iterable[Path]) -> str:
