@@ -129,8 +129,8 @@ def test_numbers_and_autocast_belong_to_the_shape():
     assert graphed.calls.graphs == 2 and graphed(x, scale=2.0)["loss"] == 2 * graphed.forward(x)["loss"]
     for _ in range(WARM + 2):
         with torch.autocast("cpu", torch.bfloat16):
-            graphed(x)["loss"].backward()
             expected = graphed.forward(x)["loss"]
+            graphed(x)["loss"].backward()
         made[0].weight.data.mul_(1.5)  # a weight that was cast before would stay as it was
         with torch.autocast("cpu", torch.bfloat16):
             found = graphed(x)["loss"]
@@ -186,7 +186,7 @@ def test_weights_that_the_loss_does_not_reach_get_none():
     assert made[3].weight.grad is None and made[0].weight.grad is not None
 
 
-def test_the_loss_alone_has_a_gradient_where_there_is_one():
+def test_the_loss_alone_has_a_gradient_where_there_is_one(graphs):
     def forward(x):
         y = made(x)
         return {"loss": y.square().mean(), "logits": y, "count": torch.tensor(x.shape[0])}
@@ -198,9 +198,11 @@ def test_the_loss_alone_has_a_gradient_where_there_is_one():
     assert torch.equal(found["logits"], expected["logits"]) and found["count"] == ROWS and not found["count"].requires_grad
     with pytest.raises(RuntimeError, match="gradients must come by the loss"):
         found["logits"].sum().backward()
+    found["loss"].backward()
     logits = found["logits"].detach().clone()
+    replays = graphs[0][0].replays
     graphed(2 * x)
-    assert torch.equal(found["logits"], logits)  # a replay's results are one's own
+    assert torch.equal(found["logits"], logits) and graphs[0][0].replays == replays + 1  # a replay's results are one's own
 
 
 def test_a_loss_outside_of_the_call():
@@ -279,10 +281,24 @@ def test_main_grad_takes_no_pass_of_torch_autograd_grad():
         main_grads.zero_()
         graphed(x)["loss"].backward()
     before = made[2].weight.main_grad.clone()
-    with pytest.raises(RuntimeError, match=r"main_grad must be gathered by \.backward"):
+    with pytest.raises(RuntimeError, match="and a CUDA graph adds to"):
         torch.autograd.grad(graphed(batches(1)[0])["loss"], [made[2].weight])
     assert torch.equal(made[2].weight.main_grad, before)
     main_grads.close()
+
+
+def test_a_replay_sets_the_flags_of_its_capture():
+    made = model()
+    weight = made[2].weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(3, 8), False
+    graphed, _ = replaying(made)
+    assert weight.grad_added_to_main_grad
+    weight.grad_added_to_main_grad = False
+    before = weight.main_grad.clone()
+    loss = graphed(batches(1)[0])["loss"]
+    assert not weight.grad_added_to_main_grad
+    loss.backward()
+    assert weight.grad_added_to_main_grad and not torch.equal(weight.main_grad, before)
 
 
 def test_memory_that_is_released_can_not_be_a_graphs():

@@ -52,7 +52,7 @@ class GraphedCalls:
         self._left = 4 * max_graphs  # captures, of a module that changes all the time
         self._reached = _Reached()
         self._running: weakref.ref[_Running] | None = None
-        self._stream: torch.cuda.Stream | None = None  # of calls that run and of captures: autograd's nodes belong to one
+        self._stream: torch.cuda.Stream | None = None  # of all of these calls: what accumulates a gradient belongs to one
         self._pool: Any = None
         self._device = torch.device("cpu")
 
@@ -86,14 +86,18 @@ class GraphedCalls:
         if self._running is not None and (running := self._running()) is not None and not running.ended:
             self.leave("a call before the last one's backward")
             return function(*args, **kwargs)
-        if shape.graphs is None and shape.calls < _WARM:
-            shape.calls += 1
-            return self._run(function, args, kwargs)
-        if shape.graphs is None:
+        warms = shape.graphs is None and shape.calls < _WARM
+        if shape.graphs is None and not warms:
             statics = iter(shape.inputs)
             again = tree_unflatten([next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-            self._capture(module, shape, tensors, partial(function, *again[0], **again[1]))
-        return function(*args, **kwargs) if shape.graphs is None else self._replay(shape, tensors)
+            if not self._capture(module, shape, tensors, partial(function, *again[0], **again[1])):
+                return function(*args, **kwargs)
+        with side_stream(self._device, self._stream) as self._stream:
+            found = self._warm(shape, function, args, kwargs) if warms else self._replay(shape, tensors)
+        for result in tree_flatten(found)[0]:
+            if isinstance(result, Tensor) and result.is_cuda:
+                result.record_stream(torch.cuda.current_stream(self._device))
+        return found
 
     def _look_at(self, module: nn.Module) -> str | None:
         """Return why this module's calls can have no graphs."""
@@ -118,19 +122,15 @@ class GraphedCalls:
             self._shapes[key] = _CallShape([tensor.detach().clone() for tensor in tensors])
         return self._shapes[key]
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call where captures run, which warms them up."""
+    def _warm(self, shape: _CallShape, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call as it is, which warms up what a capture of its shape must find."""
         assert self._surroundings is not None
+        shape.calls += 1
         self._reached.watch(self._surroundings.trained)
-        with side_stream(self._device, self._stream) as self._stream:
-            found = function(*args, **kwargs)
-        for result in tree_flatten(found)[0]:
-            if isinstance(result, Tensor) and result.is_cuda:
-                result.record_stream(torch.cuda.current_stream(self._device))
-        return found
+        return function(*args, **kwargs)
 
-    def _capture(self, module: nn.Module, shape: _CallShape, tensors: list[Tensor], call: Callable[[], Any]) -> None:
-        """Capture the call and its backward, or note why that failed."""
+    def _capture(self, module: nn.Module, shape: _CallShape, tensors: list[Tensor], call: Callable[[], Any]) -> bool:
+        """Capture the call and its backward, or note why that failed. Return whether it is captured."""
         assert self._surroundings is not None
         for static, tensor in zip(shape.inputs, tensors, strict=True):
             static.copy_(tensor)
@@ -148,8 +148,9 @@ class GraphedCalls:
             reason = str(error).partition("\n")[0] or type(error).__name__
         else:
             shape.graphs = made
-            return
+            return True
         self.leave(f"a shape whose capture failed: {reason}")  # outside of the error, whose frames keep the capture's memory
+        return False
 
     def _captured(self, parameters: list[Tensor], call: Callable[[], Any], captured: Captured) -> _Graphs:
         with _fresh_casts(self._device):

@@ -1,0 +1,55 @@
+"""Runs of `onepass train` that decide on a CUDA graph have the bits of runs without: each kind that `setup.SHOWN` may name."""
+
+import pytest
+import torch
+from gpu.calls import memory_goes_back, other_stream  # noqa: F401  # the first is a fixture
+
+from onepass.gpt import preset
+from onepass.train import measured_steps, setup
+from onepass.train.batches import TokenBatch
+from onepass.train.layout import ParallelLayout
+from onepass.train.measured_steps import MeasuredSteps
+from onepass.train.options import Options
+from onepass.train.setup import make
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
+KINDS = {
+    "hidden dropout": ({"hidden_dropout": 0.1}, {}),
+    "attention dropout": ({"attention_dropout": 0.1}, {}),
+    "dropout, recomputed": ({"hidden_dropout": 0.1, "recompute_granularity": "selective"}, {}),
+    "eight bits": ({"fp8_format": "hybrid", "fp8_recipe": "delayed"}, {}),
+    "adapters": ({}, {"lora_rank": 4}),
+    "adapters, dropout": ({"hidden_dropout": 0.1}, {"lora_rank": 4}),
+}
+LLAMA = {
+    "normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True, "activation_func": "silu",
+    "position_embedding_type": "rope",
+}  # fmt: skip
+
+
+def steps_of(config, options, count=14):
+    """Losses, norms and the next random number of each step, which is seeded as a run seeds it; and what was said."""
+    said, found = [], []
+    made = make(config, options, ParallelLayout(torch.device("cuda", 0)), say=said.append)
+    tokens = torch.randint(config.vocab_size, (count, 8, 129), generator=torch.Generator().manual_seed(1)).cuda()
+    for number, batch in enumerate(tokens):
+        torch.manual_seed(number)
+        loss, norm = made.steps.run(TokenBatch(batch[:, :-1], batch[:, 1:]))
+        made.update.step(1e-2)
+        found.append((loss.item(), norm.item(), torch.rand(1, device="cuda").item()))
+    return made.steps, found, [line for line in said if line.startswith("CUDA graph")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_those_of_a_run_without(kind, monkeypatch):
+    monkeypatch.setattr(setup, "SHOWN", frozenset(("dropout", "eight bits", "adapters")))
+    monkeypatch.setattr(measured_steps, "_WAITS", 0.0)
+    if kind == "eight bits" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs products in eight bits")
+    changes, more = KINDS[kind]
+    config = preset("tiny", params_dtype="bf16", **(LLAMA if "lora_rank" in more else {}) | changes)
+    options = Options(micro_batch_size=4, release_main_grads=False, **more)
+    steps, found, said = steps_of(config, options)
+    _, expected, _ = steps_of(config, options.replace(cuda_graphs=False))
+    assert type(steps) is MeasuredSteps and steps.replays and said[0].startswith("CUDA graph: captured, as")
+    assert found == expected
