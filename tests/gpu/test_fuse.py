@@ -176,3 +176,36 @@ def test_kept_scratch_is_of_no_graph(op):
             torch.compiler.cudagraph_mark_step_begin()
             x = random(64, 4096)
             close(both(compiled, [x]), both(program, [x]))
+
+
+class Tables(nn.Module):
+    def __init__(self, rows, width=64):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(count, width, padding_idx=0, device="cuda") for count in rows)
+
+    def forward(self, ids):
+        return [torch.cat([table(column) for table, column in zip(self.tables, ids.unbind(1), strict=True)], 1)]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("rows", [[500] * 24, [10 + 97 * i for i in range(24)]], ids=["equal", "ragged"])
+def test_24_tables_are_one_look_up(rows, graph):
+    """Forward one kernel. Backward at most three: zeros, the sums of rows, and what a compiler splits off."""
+    module = Tables(rows)
+    ids = torch.stack([torch.randint(count, (2048,), device="cuda") for count in rows], 1)
+    fused = onepass.fuse(module, cuda_graph=graph)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [tensor.clone() for tensor in both_of_tables(fused, ids)]
+        close(found, both_of_tables(module, ids), 1e-5)
+    if not graph:
+        count, profile = kernels(lambda: both_of_tables(fused, ids))
+        assert count <= 8, profile  # with randn, and what the test adds
+        written, _ = kernels(lambda: both_of_tables(module, ids))
+        assert count < written / 4
+
+
+def both_of_tables(module, ids):
+    (y,) = module(ids)
+    torch.manual_seed(0)
+    return [y, *torch.autograd.grad(y, list(module.parameters()), torch.randn_like(y))]

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any, cast
 
 import torch
 from torch import SymInt, Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -45,6 +47,7 @@ NORM_SHAPE: dict[Any, int] = {  # where a norm has the shape that it normalizes,
     aten.native_layer_norm_backward.default: 2,
     aten._fused_rms_norm_backward.default: 2,
 }
+LOOKUPS = {aten.embedding.default, aten.embedding_dense_backward.default}
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 
 
@@ -213,6 +216,19 @@ class Emitter:
         if "stack_trace" in self.before.meta:
             node.meta["stack_trace"] = self.before.meta["stack_trace"]
         return node
+
+    def constant(self, numbers: Sequence[int], like: Node, behind: int) -> Node:
+        """Insert integers, one a lane, on the device of `like`. They have `behind` more dimensions, of one element."""
+        with unset_fake_temporarily():
+            tensor = torch.tensor(numbers, device=value(like).device).view(-1, *[1] * behind)
+        owner: Any = self.graph.owning_module
+        name = next(name for i in count() if not hasattr(owner, name := f"_fused_constant{i}"))
+        owner.register_buffer(name, tensor)
+        assert self.before is not None
+        with self.graph.inserting_before(self.before):
+            node = self.graph.get_attr(name)
+        node.meta["val"] = value(like).fake_mode.from_tensor(tensor)
+        return self(aten.lift_fresh_copy.default, node)  # as in a trace: fake tensors take a real one nowhere else
 
     def item(self, node: Node, index: int) -> Node:
         return self(operator.getitem, node, index)

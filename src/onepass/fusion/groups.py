@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from onepass.fusion import ragged
 from onepass.fusion.cost import LaunchCost
 from onepass.fusion.graph import (
+    LOOKUPS,
     Depth,
     Emitter,
     NoRule,
@@ -43,6 +44,7 @@ from onepass.fusion.graph import (
     value,
 )
 from onepass.fusion.lanes import Result, Shared, Stacked, concat_lanes
+from onepass.fusion.lookups import Lookups
 from onepass.fusion.operands import LaneGroup, Listed, Source, ValueLocation, ValueMap, is_shared, kind_of
 from onepass.fusion.report import FusedGroup, UnfusedGroup
 from onepass.fusion.restore_lanes import RestoreLanes
@@ -68,6 +70,7 @@ class Sweep:
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph)
         self.where = ValueMap(self.parameters, self.compiled)
+        self.lookups = Lookups(self)
         self.listed: set[Node] = set()  # operators of `Listed` groups: the compiler makes one kernel of each group
         self.listed_groups = 0
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -110,6 +113,10 @@ class Sweep:
     # ---- families ----
 
     def _take(self, nodes: list[Node]) -> None:
+        if nodes[0].target in LOOKUPS:
+            for family in self._families(nodes):
+                self._fuse_lookups(family)
+            return
         if not has_rule(nodes[0]):
             self._refuse(nodes, "no rule puts this operator's lanes together")
             return
@@ -216,6 +223,19 @@ class Sweep:
             return False
         how = "different widths, copied together" if copied else "different widths, one view"
         return self._rewrite(nodes, lambda: self._applied(nodes, sources), how, copied)
+
+    def _fuse_lookups(self, nodes: list[Node]) -> None:
+        if len(nodes) == 1:
+            return
+        try:
+            build, copied = self.lookups.rewrite_of(nodes)
+        except NoRule as reason:
+            self._refuse(nodes, str(reason))
+            return
+        if not self.machine.pays(launches_saved=len(nodes) - 1, bytes_copied=copied):
+            self._refuse(nodes, f"copying {copied:,} bytes together would cost more than {len(nodes) - 1} launches")
+            return
+        self._rewrite(nodes, build, "tables side by side, ids copied together" if copied else "tables side by side", copied)
 
     def _stays_listed(self, nodes: Sequence[Node], sources: Sequence[Source]) -> bool:
         if not self.compiled or not _is_listable(nodes[0]) or not any(source.copied or source.listed for source in sources):

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from onepass.fusion import foreach_cat
 from onepass.fusion.graph import (
+    LOOKUPS,
     NORM_SHAPE,
     Emitter,
     NoRule,
@@ -27,6 +28,7 @@ from onepass.fusion.graph import (
     is_view,
     nbytes,
     shape,
+    size_key,
     tensor_key,
     value,
 )  # fmt: skip
@@ -222,16 +224,26 @@ class ValueMap:
 def kind_of(node: Node) -> object:
     """Return a key that calls must share to become one. It ignores the sizes of tensors."""
     args, kwargs = map_arg((_without_width(node), node.kwargs), _slot_kind)
-    return node.target, frozen(args), frozen(kwargs)
+    return node.target, frozen(args), frozen(kwargs), _lookup_sizes(node)
 
 
 def _without_width(node: Node) -> tuple[Any, ...]:
-    """Return the arguments with a norm's width masked, because norms of different widths may form one group."""
+    """Return the arguments with a norm's width or a table's rows masked: those of different sizes may form one group."""
     args: tuple[Any, ...] = arguments(node)
+    if node.target is aten.embedding_dense_backward.default:
+        return (*args[:2], "rows", *args[3:])
     place = NORM_SHAPE.get(node.target)
     if place is None or len(args[place]) != 1:
         return args
     return (*args[:place], "width", *args[place + 1 :])
+
+
+def _lookup_sizes(node: Node) -> object:
+    """Return the sizes that look-ups of one group share: those of the ids, and the width of a row."""
+    if node.target not in LOOKUPS:
+        return None
+    first, ids = arguments(node)[:2]  # the table or the gradient
+    return size_key(shape(first)[-1]), tuple(map(size_key, shape(ids)))
 
 
 class _TensorKind(tuple[object, ...]):

@@ -44,6 +44,7 @@ WHOLE = frozenset(
         aten._fused_rms_norm_backward.default,
         aten.slice_backward.default,
         aten.select_backward.default,
+        aten.embedding_dense_backward.default,
     }
 )
 
@@ -81,9 +82,15 @@ def _work(graph: Graph, together: Collection[Node] = (), groups: int = 0) -> Ope
     nodes = [node for node in graph.nodes if launches(node) and node.target is not side_by_side]
     alone = [node for node in nodes if node not in together]
     listed = [node for node in nodes if node in together and node.target is not aten.cat.default]
-    return OperatorWork(
-        len(alone) + groups, sum(nbytes(node) + sum(map(nbytes, node.all_input_nodes)) for node in [*alone, *listed])
-    )
+    return OperatorWork(len(alone) + groups, sum(map(_moved, [*alone, *listed])))
+
+
+def _moved(node: Node) -> int:
+    """Return the bytes that an operator reads and writes. A look-up reads as many bytes of its table as it writes."""
+    read = node.all_input_nodes
+    if node.target is aten.embedding.default:
+        read = [node, *read[1:]]
+    return nbytes(node) + sum(map(nbytes, read))
 
 
 def take_apart(graph: Graph, decompositions: Decompositions) -> None:
