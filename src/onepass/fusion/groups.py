@@ -70,7 +70,7 @@ class Sweep:
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph)
         self.where = ValueMap(self.parameters, self.compiled)
-        self.lookups = Lookups(self)
+        self.lookups = Lookups(self.emit, self.where)
         self.listed: set[Node] = set()  # operators of `Listed` groups: the compiler makes one kernel of each group
         self.listed_groups = 0
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}

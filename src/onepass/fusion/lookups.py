@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from torch.fx import Node
 
@@ -19,16 +19,12 @@ from onepass.fusion.operands import Source, ValueMap, is_shared
 from onepass.fusion.side_by_side import whole_of
 
 
-class _Sweep(Protocol):
-    emit: Emitter
-    where: ValueMap
-
-
 @dataclass
 class Lookups:
     """The look-ups of one graph. `beside` has, for each table that lies beside others, all of them in order."""
 
-    sweep: _Sweep
+    emit: Emitter
+    where: ValueMap
     beside: dict[Node, tuple[Node, ...]] = field(default_factory=dict)
     indices: dict[object, tuple[Node, int]] = field(default_factory=dict)  # which backward shares with forward
 
@@ -39,7 +35,7 @@ class Lookups:
         return self._backward(nodes)
 
     def _forward(self, nodes: Sequence[Node]) -> tuple[Callable[[], list[Result]], int]:
-        emit, tables = self.sweep.emit, tuple(arguments(node)[0] for node in nodes)
+        emit, tables = self.emit, tuple(arguments(node)[0] for node in nodes)
         ids = self._source(nodes, 1)
         if (*arguments(nodes[0]), False, False, False)[4]:
             raise NoRule("sparse gradients, which are a table's own")
@@ -62,14 +58,14 @@ class Lookups:
     def _may_be_neighbours(self, tables: tuple[Node, ...]) -> None:
         if len(set(tables)) < len(tables):
             raise NoRule("one table is looked up more often than others")
-        if not self.sweep.where.parameters.issuperset(tables):
+        if not self.where.parameters.issuperset(tables):
             raise NoRule("their tables are no parameters, which fuse could lay side by side")
         if any(self.beside.get(table, tables) != tables for table in tables):
             raise NoRule("a table lies beside those of other look-ups already")
 
     def _backward(self, nodes: Sequence[Node]) -> tuple[Callable[[], list[Result]], int]:
         """Raise NoRule where a gradient is added to another: it would be held until that one is there, beside all others."""
-        emit = self.sweep.emit
+        emit = self.emit
         if any(user.target is aten.add.Tensor for node in nodes for user in node.users):
             raise NoRule("a table that is used twice adds its gradients one by one")
         gradients, ids = self._source(nodes, 0), self._source(nodes, 1)
@@ -89,7 +85,7 @@ class Lookups:
         return build, gradients.copied + ids.copied
 
     def _source(self, nodes: Sequence[Node], place: int) -> Source:
-        return self.sweep.where.source([arguments(node)[place] for node in nodes])
+        return self.where.source([arguments(node)[place] for node in nodes])
 
     def _index(self, nodes: Sequence[Node], ids: Source, rows: Sequence[int], padding: int = -1) -> tuple[Node, int]:
         """Return the ids among the rows of all tables, and the dimension that counts tables.
@@ -98,11 +94,11 @@ class Lookups:
         """
         key = tuple(node.args[1] for node in nodes), tuple(rows)
         if key not in self.indices:
-            self.indices[key] = _offset_ids(self.sweep.emit, _stacked(self.sweep.emit, ids, len(nodes)), rows)
+            self.indices[key] = _offset_ids(self.emit, _stacked(self.emit, ids, len(nodes)), rows)
         index, dim = self.indices[key]
         if padding < 0:
             return index, dim
-        emit, behind = self.sweep.emit, value(index).dim() - 1 - dim
+        emit, behind = self.emit, value(index).dim() - 1 - dim
         paddings = emit.constant([offset + padding for offset in _offsets(rows)], index, behind)
         return emit(aten.where.ScalarSelf, emit(aten.eq.Tensor, index, paddings), padding, index), dim
 
