@@ -38,10 +38,11 @@ def fuse(
         def features(x): ...
 
     Operators on slices of one tensor become one operator on that tensor. Norms and activations of different widths become one
-    launch. Linear layers of one input become one product over weights that lie side by side in memory. Inductor compiles the
-    result, as under torch.compile. Values and gradients are those of the function as written, to the last rounding: merging
-    equal operators changes no formula and adds no rounding. Two things may change the last digits. Compilers omit roundings
-    between the steps of a chain, and merged matrix products add in another order.
+    launch. Linear layers of one input become one product over weights that lie side by side in memory, and look-ups in
+    embedding tables of one width become one. Inductor compiles the result, as under torch.compile. Values and gradients are
+    those of the function as written, to the last rounding: merging equal operators changes no formula and adds no rounding. Two
+    things may change the last digits. Compilers omit roundings between the steps of a chain, and merged matrix products add in
+    another order.
 
     A module keeps its parameters, hooks, state dict and type. It shares parameters, submodules and hooks with the given module,
     which still runs as written. Only the train() and eval() of the outermost module are separate. Parameters that are used
