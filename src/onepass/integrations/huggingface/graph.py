@@ -61,7 +61,7 @@ class GraphMatch:
     @property
     def made_by(self) -> str:
         count = self.graphs.calls.graphs
-        return f"CUDA graphs of {count} shape{'s' * (count != 1)}"
+        return f"CUDA graphs of {count} shape{'s' * (count > 1)}" if count else "CUDA graphs, of no shape yet"
 
     def change(self) -> None:
         return None
