@@ -82,7 +82,8 @@ class Lookups:
                 return [Stacked(emit.view(dtables, [len(nodes), rows[0], *shape(dtables)[1:]]), 0)]
             return [Packed(dtables, 0, tuple(rows))]
 
-        return build, gradients.copied + ids.copied
+        known = _index_key(nodes, rows) in self.indices
+        return build, gradients.copied + (0 if known else ids.copied)
 
     def _source(self, nodes: Sequence[Node], place: int) -> Source:
         return self.where.source([arguments(node)[place] for node in nodes])
@@ -92,7 +93,7 @@ class Lookups:
 
         Every lane's padding becomes the first lane's, because a look-up has one row of padding.
         """
-        key = tuple(node.args[1] for node in nodes), tuple(rows)
+        key = _index_key(nodes, rows)
         if key not in self.indices:
             self.indices[key] = _offset_ids(self.emit, _stacked(self.emit, ids, len(nodes)), rows)
         index, dim = self.indices[key]
@@ -101,6 +102,10 @@ class Lookups:
         emit, behind = self.emit, value(index).dim() - 1 - dim
         paddings = emit.constant([offset + padding for offset in _offsets(rows)], index, behind)
         return emit(aten.where.ScalarSelf, emit(aten.eq.Tensor, index, paddings), padding, index), dim
+
+
+def _index_key(nodes: Sequence[Node], rows: Sequence[int]) -> object:
+    return tuple(node.args[1] for node in nodes), tuple(rows)
 
 
 def _offset_ids(emit: Emitter, ids: Stacked, rows: Sequence[int]) -> tuple[Node, int]:
