@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -170,6 +170,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    if not args.small:
+        need_gpus(otherwise="--small needs none")
     device = torch.device("cpu" if args.small else "cuda")
     sizes = [*shapes(2, 512, 2048, 8192)] if args.small else [*shapes(16, 2048, 8192, 128256)]
     bench = Bench(sizes, DTYPES[args.dtype], device, 7 if args.small else 20)

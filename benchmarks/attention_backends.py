@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from attention_tiles import Case
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.table import Table
 
@@ -93,6 +93,7 @@ def main() -> None:
     arguments.add_argument("--part", default="1/1", help="of the cases, such as 2/2")
     arguments.add_argument("--json", type=Path)
     args = arguments.parse_args()
+    need_gpus()
     part, parts = map(int, args.part.split("/"))
     device, console, found = torch.device("cuda", 0), Console(width=120), list[dict[str, Any]]()
     timer = clock_for(device)

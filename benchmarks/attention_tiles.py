@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpus()
     rows: list[dict[str, object]] = []
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for name in args.cases:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from gpt import CASES, DEVICE, trained
-from measuring import step_ms, write
+from measuring import need_gpus, step_ms, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=list(PARTS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpus()
     console, found = Console(width=130), {}
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from measuring import write
+from measuring import need_gpus, write
 
 import onepass
 from onepass.product.frozen.four_bits import FourBitWeight
@@ -129,6 +129,7 @@ def main():
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpus()
     device = torch.device("cuda")
     clock = clock_for(device)
     copied = copy_bandwidth(clock, 1 << 30)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -311,6 +311,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--verbose", action="store_true", help="also each way's kernels and the reports")
     args = parser.parse_args()
+    need_gpus()
     torch.set_float32_matmul_precision("high")  # TF32, as who trains in fp32 has it
     console = Console(width=150)
     rows: dict[str, Any] = {}

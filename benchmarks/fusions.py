@@ -11,7 +11,6 @@ while it is measured. Sums have any order, as PyTorch's deterministic attention 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import gpt
 import torch
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.table import Table
 
@@ -91,8 +90,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("fusions.py measures a GPU, and there is none here. On a CPU, onepass train prints such a table")
+    need_gpus(otherwise="onepass train prints such a table without one")
     if args.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False

@@ -29,7 +29,7 @@ from typing import Any
 
 import plain_gpt
 import torch
-from measuring import step_ms, write
+from measuring import need_gpus, step_ms, write
 from rich.console import Console
 from rich.table import Table
 
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--no-deterministic", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpus()
     console = Console(width=130)
     if not args.no_deterministic:
         torch.use_deterministic_algorithms(True)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.table import Table
 
@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small model, on a CPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if not (args.small or torch.cuda.is_available()):
-        raise SystemExit("benchmarks/graphed_trainer.py needs a GPU, or --small")
+    if not args.small:
+        need_gpus(otherwise="--small needs none")
     rows: dict[str, Any] = {}
     ways = args.way or [way for way in WAYS if way != "liger" or importlib.util.find_spec("liger_kernel")]
     device, lengths = torch.device("cpu" if args.small else "cuda"), ", ".join(map(str, args.length))

@@ -12,6 +12,7 @@ import math
 from functools import partial
 
 import torch
+from measuring import need_gpus
 
 from onepass.kernels.fp8_cast import cast_columns, cast_rows
 from onepass.kernels.grouped_product import grouped_product, scaled_grouped_product, unfit_for_scaled_groups
@@ -88,6 +89,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES)
     args = parser.parse_args()
+    need_gpus()
     unfit = unfit_for_scaled_groups((8, 8192, 8192), BF16, torch.device("cuda", torch.cuda.current_device()))
     if unfit is not None:
         raise SystemExit(unfit)

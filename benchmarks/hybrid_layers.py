@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from measuring import write
+from measuring import need_gpus, write
 from torch.profiler import ProfilerActivity, profile
 
 from onepass.bench.huggingface_cases import EAGER, LIGER, OURS, cases
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=12, help="kernels of the rest that are shown (%(default)s)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_gpus()
     case = replace(next(case for case in cases(quick=False) if case.name.startswith(args.case)), sequences=1, length=SHAPE[1])
     rows = []
     for way in args.way or WAYS:

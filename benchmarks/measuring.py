@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,25 @@ def write(path: Path | None, device: torch.device, **found: Any) -> None:
         path.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def need_gpus(count: int = 1, otherwise: str = "") -> None:
+    """End the process by a sentence and exit status 2 where PyTorch sees fewer GPUs. `otherwise`: what needs none."""
+    if (there := torch.cuda.device_count()) < count:
+        wanted = "a GPU" if count == 1 else f"{count} GPUs"
+        _refuse(f"needs {wanted}, and PyTorch sees {there or 'none'} here{otherwise and f'; {otherwise}'}")
+
+
+def _refuse(why: str) -> NoReturn:
+    print(f"{Path(sys.argv[0]).name}: {why}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def join_ranks() -> torch.device:
     """Join the others that torchrun started, and return this rank's GPU."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    rank = os.environ.get("LOCAL_RANK")
+    need_gpus(int(rank or 0) + 1)
+    if rank is None:
+        _refuse("is started by torchrun, which sets LOCAL_RANK: its first lines have the command")
+    device = torch.device("cuda", int(rank))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device

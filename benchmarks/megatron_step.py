@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import step_ms, write
+from measuring import need_gpus, step_ms, write
 
 WAYS = ("stock", "install", "split", "spec")
 LENGTH, VOCABULARY = 4096, 128256
@@ -128,6 +128,7 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, default=2)
     arguments.add_argument("--json", type=Path)
     args = arguments.parse_args()
+    need_gpus()
     if args.way:
         print(json.dumps(measure(args.way, args.batch, args.profile)))
         return

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.table import Table
 
@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=(), help="text files; Python's own library where none is given")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not args.cpu:
+        need_gpus(otherwise="--cpu needs none")
     console = Console(width=130)
     with tempfile.TemporaryDirectory() as name:
         folder, size = Path(name), preset(args.preset).vocab_size

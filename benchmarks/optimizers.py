@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import peak_mib, step_ms, write
+from measuring import need_gpus, peak_mib, step_ms, write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -136,6 +136,8 @@ def main() -> None:
     parser.add_argument("--contender", action="append", choices=CONTENDERS, help="only this one (can be repeated)")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    if not args.small:
+        need_gpus(otherwise="--small needs none")
     device = torch.device("cpu" if args.small else "cuda")
     case = case_of(args.layers, args.small)
     bench = Bench(case, device, 2 if args.small else 5)

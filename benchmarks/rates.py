@@ -42,7 +42,7 @@ from typing import Any
 import gpt_parallel
 import torch
 import torch.distributed as dist
-from measuring import common, kernels, write
+from measuring import common, kernels, need_gpus, write
 from torch import Tensor
 
 import onepass
@@ -511,6 +511,8 @@ def main() -> None:
     parser.add_argument("--section", action="append", choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    if not args.small:
+        need_gpus(otherwise="--small needs none")
     device = settled(args.small)
     ranks, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     meter, sizes, found, begun = Meter(device), Sizes(args.small), {}, time.perf_counter()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import write
+from measuring import need_gpus, write
 from rich.console import Console
 from rich.table import Table
 
@@ -99,6 +99,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small widths, on a CPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not args.small:
+        need_gpus(otherwise="--small needs none")
     console, rows = Console(width=110), {}
     shown = Table("", "ms a step", "tokens/s", "peak GiB", "loss", title=f"Trainer, {args.layers} layers, 1 x {args.tokens}")
     for way in args.way or WAYS:

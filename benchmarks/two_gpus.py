@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import kernels, step_ms, write
+from measuring import kernels, need_gpus, step_ms, write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -266,6 +266,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small sizes, on a CPU over gloo")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not args.small:
+        need_gpus(otherwise="--small needs none")
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu") if args.small else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if not args.small:

@@ -9,7 +9,7 @@ import onepass.ops.loss.cross_entropy as module
 
 pytest.importorskip("triton")
 from onepass.kernels import layout
-from onepass.ops.loss import formula, row_formula, row_functions, row_kernels, targets
+from onepass.ops.loss import formula, logit_rows, row_formula, row_functions, row_kernels, targets
 from onepass.ops.loss import reduction as losses
 
 SLICED = Case((4,), 2111, FP32, "none", 0.3, over=True, layout="sliced")
@@ -18,8 +18,8 @@ SUM = Case((4,), 100, BF16, "sum")
 WEIGHTED, BOTH = Case((7,), 130, FP32, "mean", 0.0, 0.1, weighted=True), Case((7,), 2500, FP32, "mean", 0.2, 0.1, weighted=True)
 MIXED = Case((4,), 130, FP32, "none", 0.1, 0.1, mixed=True, weighted=True, stats=True)
 MUTANTS = {  # name: module, function, what is there, what stands there instead, the case that catches it, by whom
-    "gradient beside the logits": (module, "_logits_gradient", "in_place or ", "", SLICED, "triton"),
-    "gradient over logits that are not given away": (module, "_logits_gradient", "in_place or copied", "True", PLAIN, "triton"),
+    "gradient beside the logits": (logit_rows, "logits_gradient", "in_place or ", "", SLICED, "triton"),
+    "gradient over logits that are not given away": (logit_rows, "logits_gradient", "in_place or copied", "True", PLAIN, "triton"),
     "a copy's gradient is lost": (layout, "as_matrix", "return rows if rows", "return x if x", Case((5,), 40, layout="strided"), "triton"),
     "incoming gradient forgotten": (module, "_CrossEntropy.backward", "dy, reduction", "dy * 0 + 1, reduction", PLAIN, "triton"),
     "smoothing forgotten in backward": (module, "_CrossEntropy.backward", "incoming, terms", "incoming, terms._replace(smoothing=0.0)", MEAN, "triton"),
@@ -53,7 +53,7 @@ MUTANTS = {  # name: module, function, what is there, what stands there instead,
 def judged(mutant, case_and_backend):
     case, backend = case_and_backend
     if backend == "torch":
-        rows = mutant.row_formula
+        rows = mutant.logit_rows.row_formula
         rows._BLOCK = rows._LARGE_BLOCK = 2 * case.V
     return judge_case(mutant, case, backend=backend)
 

@@ -45,4 +45,4 @@ def _head(head: Any, stock: Any, hidden: Tensor, labels: Tensor | None = None) -
     if spmd_mesh_size("tp") > 1:
         group = current_spmd_mesh().get_group("tp")
         hidden = spmd.redistribute(hidden, group, src=spmd.R, dst=spmd.I)  # what comes back is summed over the ranks already
-    return linear_cross_entropy(hidden, head.weight, labels, group, "sum", IGNORE_INDEX, bias=head.bias)  # type: ignore[no-any-return]
+    return linear_cross_entropy(hidden, head.weight, labels, group, "sum", IGNORE_INDEX, bias=head.bias)

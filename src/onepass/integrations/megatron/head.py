@@ -52,7 +52,7 @@ def head_loss(
     """
     weight = layer.weight if weight is None else weight
     group = layer.tp_group
-    result = linear_cross_entropy(
+    result: Any = linear_cross_entropy(
         hidden,
         weight,
         labels.transpose(0, 1),

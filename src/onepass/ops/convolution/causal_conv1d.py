@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -270,6 +270,21 @@ def shard_conv(given: dict[str, Any], at: Mapping[str, Split], ranks: int) -> La
     return Layout(inputs, all_as(sum_over(sequences), "weight", "bias"), split_output(sequences, x))
 
 
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ..., cu_seqlens: Tensor | None = ...,
+    split: None = ..., l2_norm: HeadWidths = ..., eps: float = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ..., cu_seqlens: Tensor | None = ...,
+    split: Sequence[int], l2_norm: HeadWidths = ..., eps: float = ..., backend: str | None = ...,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ..., cu_seqlens: Tensor | None = ...,
+    split: Sequence[int] | None, l2_norm: HeadWidths = ..., eps: float = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

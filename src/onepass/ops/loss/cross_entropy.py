@@ -15,7 +15,7 @@ Kernels  ops/loss/row_kernels.py: linear_cross_entropy shares them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -23,18 +23,20 @@ from torch import Tensor
 
 from onepass.distributed.collectives import group_of_several, start_all_gather, vocab_range
 from onepass.kernels.language import kernels_unsupported
-from onepass.kernels.layout import as_matrix
-from onepass.ops.loss import row_formula, row_kernels
+from onepass.ops.loss import logit_rows
 from onepass.ops.loss.formula import (
     DIFFERENTIABLE_STATISTICS,
     LossTerms,
+    NamedStats,
     RowLosses,
+    Stats,
     check_statistics,
     lse_type,
     make_stats,
     reduce_losses,
     row_losses,
 )
+from onepass.ops.loss.logit_rows import LogitsKept
 from onepass.ops.loss.reduction import (
     can_validate_labels,
     check_labels,
@@ -44,7 +46,7 @@ from onepass.ops.loss.reduction import (
     row_gradient,
     validate_labels,
 )
-from onepass.ops.loss.row_functions import planes_of, sums_of
+from onepass.ops.loss.row_functions import planes_of
 from onepass.ops.loss.row_kernels import (
     GRADIENT_EACH,
     GRADIENT_TILE,
@@ -54,7 +56,7 @@ from onepass.ops.loss.row_kernels import (
     row_tiles,
 )
 from onepass.ops.loss.sharding import shard_cross_entropy
-from onepass.ops.loss.targets import Targets, VocabColumns, as_targets, check_class_weight, has_masses, row_weights, split_labels
+from onepass.ops.loss.targets import Targets, as_targets, check_class_weight, has_masses, row_weights, split_labels
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.checks import check_floating
 from onepass.runtime.dispatch import fast_apply, needs_dispatcher, needs_grad, not_twice_differentiable, under_functorch
@@ -103,99 +105,6 @@ def _formula(call: CrossEntropyCall) -> Any:
     return (loss, make_stats(call.return_stats, [rows.statistic(name, terms) for name in names])) if names else loss
 
 
-# ---- rows: by the kernels, or by PyTorch ----
-
-
-_ROWS: tuple[Any, Any] = row_formula, row_kernels
-
-
-def _statistics(
-    logits: Tensor, labels: Tensor, place: Tensor | None, targets: Targets | None, terms: LossTerms, stats: tuple[str, ...],
-    use_triton: bool,
-) -> Tensor:  # fmt: skip
-    """[parts, planes, rows]."""
-    x, _ = as_matrix(logits)
-    V = 0 if place is not None else x.shape[1]
-    return _ROWS[use_triton].row_statistics(x, labels, terms, stats, VocabColumns(0, V, place, None, targets))  # type: ignore[no-any-return]
-
-
-def _targets(probabilities: Tensor | None, class_weight: Tensor | None) -> Targets | None:
-    return as_targets(None if probabilities is None else as_matrix(probabilities)[0], class_weight)
-
-
-def _names(stats: str) -> tuple[str, ...]:
-    return tuple(stats.split(",")) if stats else ()
-
-
-def _whole_losses(
-    logits: Tensor, labels: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, terms: LossTerms, stats: str,
-    use_triton: bool,
-) -> RowLosses:  # fmt: skip
-    targets, names = _targets(probabilities, class_weight), _names(stats)
-    parts = _statistics(logits, labels, None, targets, terms, names, use_triton)
-    columns = VocabColumns(0, logits.shape[-1], targets=targets)
-    return _ROWS[use_triton].finish_losses(parts, labels, terms, names, logits.dtype, columns)  # type: ignore[no-any-return]
-
-
-def _partial_statistics(
-    logits: Tensor, labels: Tensor, place: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, terms: LossTerms,
-    stats: str, use_triton: bool,
-) -> Tensor:  # fmt: skip
-    """[1, planes, rows], of this rank's columns."""
-    targets, names = _targets(probabilities, class_weight), _names(stats)
-    parts = _statistics(logits, labels, place, targets, terms, names, use_triton)
-    return row_kernels.merge_statistics(parts, terms, names) if use_triton else parts
-
-
-def _all_planes(
-    logits: Tensor, labels: Tensor, place: Tensor, probabilities: Tensor | None, class_weight: Tensor | None, terms: LossTerms,
-    stats: str, use_triton: bool,
-) -> Tensor:  # fmt: skip
-    """`_partial_statistics` with zeros in unused planes: what a graph's op returns must be the same every time."""
-    part = _partial_statistics(logits, labels, place, probabilities, class_weight, terms, stats, use_triton)
-    used = sums_of(terms, _names(stats), part.shape[1])
-    for plane in (plane for plane, needed in enumerate(used, 3) if not needed):
-        part[:, plane].zero_()
-    return part
-
-
-def _partial_losses(
-    parts: Tensor, labels: Tensor, place: Tensor, class_weight: Tensor | None, logits: torch.dtype, masses: bool,
-    terms: LossTerms, stats: str, use_triton: bool,
-) -> RowLosses:  # fmt: skip
-    """Losses from all ranks' statistics. class_weight: where rows' weights are their labels'."""
-    targets = Targets(None, class_weight) if masses else None
-    rows = _ROWS[use_triton]
-    columns = VocabColumns(0, 0, place, targets=targets)
-    return rows.finish_losses(parts, labels, terms, _names(stats), logits, columns)  # type: ignore[no-any-return]
-
-
-class LogitsKept(NamedTuple):
-    """What backward reads of logits [..., V] and their rows, as `_forward` has it."""
-
-    logits: Tensor
-    labels: Tensor
-    place: Tensor | None
-    probabilities: Tensor | None
-    class_weight: Tensor | None
-    lse: Tensor
-    entropies: Tensor | None
-
-
-def _logits_gradient(
-    kept: LogitsKept, incoming: RowGradients, terms: LossTerms, use_triton: bool, in_place: bool = False
-) -> Tensor:  # fmt: skip
-    """Return the gradient, of the logits' shape: over the logits, over the copy that had to be made, or in new memory."""
-    logits, labels, place, probabilities, class_weight, lse, entropy = kept
-    x, copied = as_matrix(logits)
-    out = x if in_place or copied else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    V = 0 if place is not None else x.shape[1]
-    columns = VocabColumns(0, V, place, targets=_targets(probabilities, class_weight))
-    _ROWS[use_triton].row_gradients(x, out, labels, terms, lse, entropy, incoming, columns)
-    # not a view, as autograd sees it: of logits that were written over nobody could read one
-    return out if out.dim() == logits.dim() else torch.ops.aten._unsafe_view(out, logits.shape)
-
-
 # ---- registered ops ----
 
 
@@ -205,7 +114,7 @@ def _unshared(rows: RowLosses) -> tuple[Tensor | None, ...]:
 
 
 def _losses_fake(labels: Tensor, logits: torch.dtype, stats: str, masses: bool) -> tuple[Tensor | None, ...]:
-    wide, names = torch.promote_types(logits, torch.float32), (*_names(stats), *["mass"] * masses)
+    wide, names = torch.promote_types(logits, torch.float32), (*logit_rows.names_of(stats), *["mass"] * masses)
     kinds = {"loss": wide, "logsumexp": lse_type(logits), "correct": torch.bool}
     needed = ("loss", "logsumexp", *names)
     return tuple(labels.new_empty(labels.shape, dtype=kinds.get(f, wide)) if f in needed else None for f in RowLosses._fields)
@@ -231,30 +140,30 @@ _ROW_LOSSES = "(" + ", ".join(["Tensor"] * len(RowLosses._fields)) + ")"
 whole_losses = Registered(
     "cross_entropy(Tensor logits, Tensor labels, Tensor? probabilities, Tensor? class_weight, LossTerms terms, str stats, "
     f"bool use_triton) -> {_ROW_LOSSES}",
-    _whole_losses,
+    logit_rows.whole_losses,
     _whole_losses_fake,
     LossTerms,
-    dispatched=lambda *args: _unshared(_whole_losses(*args)),
+    dispatched=lambda *args: _unshared(logit_rows.whole_losses(*args)),
 )
 partial_statistics = Registered(
     "cross_entropy_part(Tensor logits, Tensor labels, Tensor place, Tensor? probabilities, Tensor? class_weight, "
     "LossTerms terms, str stats, bool use_triton) -> Tensor",
-    _partial_statistics,
+    logit_rows.partial_statistics,
     _partial_statistics_fake,
     LossTerms,
-    dispatched=_all_planes,
+    dispatched=logit_rows.all_planes,
 )
 partial_losses = Registered(
     "cross_entropy_finish(Tensor parts, Tensor labels, Tensor place, Tensor? class_weight, ScalarType logits, bool masses, "
     f"LossTerms terms, str stats, bool use_triton) -> {_ROW_LOSSES}",
-    _partial_losses,
+    logit_rows.partial_losses,
     lambda parts, labels, place, class_weight, logits, masses, terms, stats, *_: _losses_fake(labels, logits, stats, masses),
     LossTerms,
-    dispatched=lambda *args: _unshared(_partial_losses(*args)),
+    dispatched=lambda *args: _unshared(logit_rows.partial_losses(*args)),
 )
 logits_gradient = Registered(
     "cross_entropy_gradient(LogitsKept kept, RowGradients incoming, LossTerms terms, bool use_triton) -> Tensor",
-    _logits_gradient,
+    logit_rows.logits_gradient,
     lambda kept, *_: kept.logits.new_empty(kept.logits.shape),
     LogitsKept,
     RowGradients,
@@ -280,7 +189,7 @@ class _CrossEntropy(torch.autograd.Function):
             return outputs[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(t for name, t in zip(_names(stats), outputs[1:], strict=True) if name not in DIFFERENTIABLE_STATISTICS)
+            *(t for name, t in zip(logit_rows.names_of(stats), outputs[1:], strict=True) if name not in DIFFERENTIABLE_STATISTICS)
         )
         return outputs
 
@@ -299,7 +208,9 @@ class _CrossEntropy(torch.autograd.Function):
             g = torch.zeros_like(lse, dtype=torch.promote_types(logits.dtype, torch.float32))
         else:
             g = row_gradient(dy, reduction, labels.shape[0], scale, weight)
-        came = {name: t.reshape(-1).contiguous() for name, t in zip(_names(stats), dstats, strict=True) if t is not None}
+        came = {
+            name: t.reshape(-1).contiguous() for name, t in zip(logit_rows.names_of(stats), dstats, strict=True) if t is not None
+        }
         kept = LogitsKept(logits, labels, place, probabilities, class_weight, lse, entropy)
         incoming = RowGradients(g, mass=mass, **came)
         dlogits = logits_gradient(kept, incoming, terms, use_triton, in_place=in_place)
@@ -343,11 +254,9 @@ def _forward(
         by_kernel = use_triton and not needs_dispatcher(logits, labels)
         ignore, of_mean = terms.ignore_index, weights.of_mean
         loss, scale = reduce_rows(rows.loss, flat, ignore, reduction, of_losses, by_kernel, of_mean=of_mean)
-    named = {name: rows.statistic(name, terms) for name in _names(stats)}
+    named = {name: rows.statistic(name, terms) for name in logit_rows.names_of(stats)}
     # copies: backward needs the logsumexp and the entropy, so nobody else may write to them
-    outputs = [
-        t.to(t.dtype if t.dtype is torch.bool else rows.loss.dtype).view(labels.shape).clone() for t in named.values()
-    ]
+    outputs = [t.to(t.dtype if t.dtype is torch.bool else rows.loss.dtype).view(labels.shape).clone() for t in named.values()]
     entropy, mass = named.get("entropy"), rows.mass if masses else None
     return (loss, *outputs), (flat, probabilities, class_weight, rows.logsumexp, entropy, mass, of_losses, scale, place)
 
@@ -403,6 +312,30 @@ def _checked(call: CrossEntropyCall) -> tuple[dist.ProcessGroup | None, LossTerm
     return group, terms, stats
 
 
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ..., ignore_index: int = ...,
+    *, weight: Tensor | None = ..., label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ...,
+    return_stats: Literal[False] = ..., inplace_backward: bool = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ..., ignore_index: int = ...,
+    *, weight: Tensor | None = ..., label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ...,
+    return_stats: Literal[True], inplace_backward: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, Stats]: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ..., ignore_index: int = ...,
+    *, weight: Tensor | None = ..., label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ...,
+    return_stats: Sequence[str], inplace_backward: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, NamedStats]: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ..., ignore_index: int = ...,
+    *, weight: Tensor | None = ..., label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ...,
+    return_stats: bool | Sequence[str], inplace_backward: bool = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Stats | NamedStats]: ...  # fmt: skip
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,

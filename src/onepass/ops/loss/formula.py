@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,15 +182,15 @@ class Stats(NamedTuple):
 
 
 class NamedStats(NamedTuple):
-    """As `Stats`, of the statistics that were asked for by name; the others are None."""
+    """As `Stats`, of the statistics that were asked for by name; the others are None. Type checkers let who asked use them."""
 
-    logsumexp: Tensor | None
-    log_prob: Tensor | None
-    entropy: Tensor | None
-    correct: Tensor | None
-    log_sum_sq_probs: Tensor | None  # log of the sum of squared probabilities
-    mean_logit: Tensor | None  # mean over the vocabulary
-    z_loss: Tensor | None  # z_loss times logsumexp squared, before weights; without a gradient
+    logsumexp: Tensor | Any
+    log_prob: Tensor | Any
+    entropy: Tensor | Any
+    correct: Tensor | Any
+    log_sum_sq_probs: Tensor | Any  # log of the sum of squared probabilities
+    mean_logit: Tensor | Any  # mean over the vocabulary
+    z_loss: Tensor | Any  # z_loss times logsumexp squared, before weights; without a gradient
 
 
 def check_statistics(return_stats: bool | Sequence[str], probabilities: bool = False, columns: int = 0) -> tuple[str, ...]:

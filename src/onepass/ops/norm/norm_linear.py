@@ -17,7 +17,7 @@ Eight bits: norm(h) goes from fp32 to codes, in the norm's pass, and backward wr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -166,6 +166,63 @@ def shard_norm_linear(given: dict[str, Any], at: Mapping[str, Split], ranks: int
     return Layout(inputs, {name: sum_over(0) for name in ("x", *vectors)}, outputs=y)
 
 
+# What comes back depends on these three: type checkers are told.
+@overload
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, residual: None = ...,
+    norm: str = ..., norm_bias: Tensor | None = ..., eps: float | None = ..., zero_centered_gamma: bool = ...,
+    return_norm_output: Literal[False] = ..., return_input: Literal[False] = ...,
+    tp_group: dist.ProcessGroup | None = ..., sequence_parallel: bool = ..., deferred: DeferredWgrad | None = ...,
+    precision: Precision = ..., lora: Adapters = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, residual: None = ...,
+    norm: str = ..., norm_bias: Tensor | None = ..., eps: float | None = ..., zero_centered_gamma: bool = ...,
+    return_norm_output: Literal[True], return_input: Literal[False] = ...,
+    tp_group: dist.ProcessGroup | None = ..., sequence_parallel: bool = ..., deferred: DeferredWgrad | None = ...,
+    precision: Precision = ..., lora: Adapters = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, residual: Tensor,
+    norm: str = ..., norm_bias: Tensor | None = ..., eps: float | None = ..., zero_centered_gamma: bool = ...,
+    return_norm_output: Literal[False] = ..., return_input: bool = ...,
+    tp_group: dist.ProcessGroup | None = ..., sequence_parallel: bool = ..., deferred: DeferredWgrad | None = ...,
+    precision: Precision = ..., lora: Adapters = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, residual: Tensor | None = ...,
+    norm: str = ..., norm_bias: Tensor | None = ..., eps: float | None = ..., zero_centered_gamma: bool = ...,
+    return_norm_output: Literal[False] = ..., return_input: Literal[True],
+    tp_group: dist.ProcessGroup | None = ..., sequence_parallel: bool = ..., deferred: DeferredWgrad | None = ...,
+    precision: Precision = ..., lora: Adapters = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, residual: Tensor,
+    norm: str = ..., norm_bias: Tensor | None = ..., eps: float | None = ..., zero_centered_gamma: bool = ...,
+    return_norm_output: Literal[True], return_input: bool = ...,
+    tp_group: dist.ProcessGroup | None = ..., sequence_parallel: bool = ..., deferred: DeferredWgrad | None = ...,
+    precision: Precision = ..., lora: Adapters = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, residual: Tensor | None = ...,
+    norm: str = ..., norm_bias: Tensor | None = ..., eps: float | None = ..., zero_centered_gamma: bool = ...,
+    return_norm_output: Literal[True], return_input: Literal[True],
+    tp_group: dist.ProcessGroup | None = ..., sequence_parallel: bool = ..., deferred: DeferredWgrad | None = ...,
+    precision: Precision = ..., lora: Adapters = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, residual: Tensor | None = ...,
+    norm: str = ..., norm_bias: Tensor | None = ..., eps: float | None = ..., zero_centered_gamma: bool = ...,
+    return_norm_output: bool = ..., return_input: bool = ...,
+    tp_group: dist.ProcessGroup | None = ..., sequence_parallel: bool = ..., deferred: DeferredWgrad | None = ...,
+    precision: Precision = ..., lora: Adapters = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,

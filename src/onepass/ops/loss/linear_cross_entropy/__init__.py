@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,16 @@ from torch import Tensor
 from onepass.distributed.collectives import group_of_several
 from onepass.gradients.deferred import DeferredWgrad, check_deferred
 from onepass.kernels.language import kernels_unsupported
-from onepass.ops.loss.formula import LossOptions, LossTerms, check_statistics, make_stats, reduce_losses, row_losses
+from onepass.ops.loss.formula import (
+    LossOptions,
+    LossTerms,
+    NamedStats,
+    Stats,
+    check_statistics,
+    make_stats,
+    reduce_losses,
+    row_losses,
+)
 from onepass.ops.loss.head.operands import HeadTensors
 from onepass.ops.loss.head.sums import Needs
 from onepass.ops.loss.kept_rows import KeptRows, can_count
@@ -247,6 +256,46 @@ def _rows_to_compute(
     return rows
 
 
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ...,
+    ignore_index: int = ..., sequence_parallel: bool = ..., *, bias: Tensor | None = ..., lora: LoRA | None = ...,
+    label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ..., logit_scale: float = ...,
+    temperature: float = ..., token_weight: Tensor | None = ..., class_weight: Tensor | None = ...,
+    logits_dtype: torch.dtype | None = ..., grad_scale: float | None = ..., chunk_bytes: int | None = ...,
+    return_stats: Literal[False] = ..., rows: KeptRows | None = ..., vocab_mask: Tensor | None = ...,
+    deferred: DeferredWgrad | None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ...,
+    ignore_index: int = ..., sequence_parallel: bool = ..., *, bias: Tensor | None = ..., lora: LoRA | None = ...,
+    label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ..., logit_scale: float = ...,
+    temperature: float = ..., token_weight: Tensor | None = ..., class_weight: Tensor | None = ...,
+    logits_dtype: torch.dtype | None = ..., grad_scale: float | None = ..., chunk_bytes: int | None = ...,
+    return_stats: Literal[True], rows: KeptRows | None = ..., vocab_mask: Tensor | None = ...,
+    deferred: DeferredWgrad | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, Stats]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ...,
+    ignore_index: int = ..., sequence_parallel: bool = ..., *, bias: Tensor | None = ..., lora: LoRA | None = ...,
+    label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ..., logit_scale: float = ...,
+    temperature: float = ..., token_weight: Tensor | None = ..., class_weight: Tensor | None = ...,
+    logits_dtype: torch.dtype | None = ..., grad_scale: float | None = ..., chunk_bytes: int | None = ...,
+    return_stats: Sequence[str], rows: KeptRows | None = ..., vocab_mask: Tensor | None = ...,
+    deferred: DeferredWgrad | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, NamedStats]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None = ..., reduction: str = ...,
+    ignore_index: int = ..., sequence_parallel: bool = ..., *, bias: Tensor | None = ..., lora: LoRA | None = ...,
+    label_smoothing: float = ..., z_loss: float = ..., softcap: float | None = ..., logit_scale: float = ...,
+    temperature: float = ..., token_weight: Tensor | None = ..., class_weight: Tensor | None = ...,
+    logits_dtype: torch.dtype | None = ..., grad_scale: float | None = ..., chunk_bytes: int | None = ...,
+    return_stats: bool | Sequence[str], rows: KeptRows | None = ..., vocab_mask: Tensor | None = ...,
+    deferred: DeferredWgrad | None = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Stats | NamedStats]: ...  # fmt: skip
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
