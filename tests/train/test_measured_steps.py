@@ -13,7 +13,7 @@ import onepass
 from onepass.cli import main
 from onepass.kernels import philox
 from onepass.train import command, measured_steps, setup, steps, table
-from onepass.train.layout import ParallelLayout
+from onepass.train.layout import ParallelLayout, RankGroup
 from onepass.train.measured_steps import MeasuredSteps
 from onepass.train.options import Options
 from onepass.train.setup import make
@@ -106,6 +106,21 @@ def test_the_first_steps_are_not_timed_and_one_slow_step_decides_nothing(clock, 
     assert not trained.steps.replays and not graphs
 
 
+def test_no_reduction_is_timed(clock, graphs, monkeypatch):
+    """Those of data-parallel ranks start in `finish` of steps that are timed."""
+    trained, _ = measured()
+    began, stock = [], TrainSteps._micro
+
+    def micro(*given):
+        began.append(trained.update.main_grads._accumulating)
+        return stock(*given)
+
+    monkeypatch.setattr(TrainSteps, "_micro", micro)
+    go(trained, alone(), 0, NOT_TIMED + TIMED)
+    last_ones = began[1::2]  # of two microbatches
+    assert last_ones == [False] * NOT_TIMED + [True] * TIMED
+
+
 @pytest.mark.parametrize(("calls", "captured"), [(0.0359, False), (0.0361, True)])
 def test_nine_tenths_decide(clock, graphs, calls, captured):
     clock.calls, clock.whole = [calls], 0.04
@@ -159,14 +174,14 @@ def test_other_errors_are_not_taken_for_the_captures(clock, graphs, monkeypatch)
 # ---- who measures ----
 
 
-RELEASED, UNKNOWN = "gradients whose memory is released", "of which no GPU has compared the bits yet"
+RELEASED, UNKNOWN = "gradients whose memory is released", "which no GPU has run with and without yet"
 
 
 @pytest.mark.parametrize(
     ("settings", "ranks", "reason"),
     [
         ({}, 1, None),
-        ({}, 2, "several ranks"),
+        ({"hidden_dropout": 0.1}, 2, f"data-parallel ranks and dropout, {UNKNOWN}"),
         ({"release_main_grads": True}, 1, RELEASED),
         ({"hidden_dropout": 0.1}, 1, f"dropout, {UNKNOWN}"),
         ({"attention_dropout": 0.1, **FP8}, 1, f"dropout and eight bits, {UNKNOWN}"),
@@ -176,12 +191,13 @@ RELEASED, UNKNOWN = "gradients whose memory is released", "of which no GPU has c
 def test_why_a_run_decides_nothing(settings, ranks, reason, monkeypatch):
     config, options = configured(**settings)
     update = make(config, options.replace(lora_rank=None), alone()).update
-    layout = ParallelLayout(torch.device("cuda"), ranks=ranks)
+    layout = ParallelLayout(torch.device("cuda"), data=RankGroup(size=ranks), ranks=ranks)
     found = setup._why_not_measured(config, options, layout, update)
     assert found == reason or found.startswith(f"{reason}, ")
-    monkeypatch.setattr(setup, "SHOWN", frozenset(("dropout", "eight bits", "adapters")))
-    found = setup._why_not_measured(config, options, layout, update)
-    assert (found is None) is (ranks == 1 and "release_main_grads" not in settings)
+    monkeypatch.setattr(setup, "SHOWN", frozenset(("dropout", "eight bits", "adapters", "data-parallel ranks")))
+    assert (setup._why_not_measured(config, options, layout, update) is None) is ("release_main_grads" not in settings)
+    layout = ParallelLayout(torch.device("cuda"), tensor=RankGroup(size=2), data=RankGroup(size=ranks), ranks=2 * ranks)
+    assert setup._why_not_measured(config, options, layout, update).startswith("ranks that share a microbatch")
 
 
 def test_a_run_says_why_it_decides_nothing(monkeypatch):

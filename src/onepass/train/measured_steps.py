@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -26,6 +27,7 @@ class MeasuredSteps(GraphedSteps):
     """TrainSteps that become GraphedSteps if the first steps wait for the CPU, and say which.
 
     They stay as they are if a graph's memory would leave evaluations too little, or if its capture fails. Losses are the same.
+    Data-parallel ranks decide each for itself: no reduction is in a graph, and all ranks reduce in one order either way.
 
     Args:
         say: takes the line that says what was decided, and why.
@@ -58,7 +60,8 @@ class MeasuredSteps(GraphedSteps):
                 return loss_and_norm
         self._steps += 1
         self._timing = not self._decided and self._steps > _SKIPPED
-        return TrainSteps.run(self, batch)
+        with self.update.accumulate() if self._timing else nullcontext():  # reductions in a microbatch wait for other ranks
+            return TrainSteps.run(self, batch)
 
     def _micro(self, part: TokenBatch, share: float) -> Tensor:
         """Run a microbatch, and time it if it is the first one of a step that counts.

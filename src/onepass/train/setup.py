@@ -93,23 +93,25 @@ def _adapted(model: Model, options: Options, say: Callable[[str], None] | None) 
     return {**made._asdict(), "modules": list(made.modules), "frozen": frozen_digest(model)}
 
 
-# Of "dropout", "eight bits" and "adapters": what has the same bits in a graph, as tests/gpu/test_decided_graphs.py has shown
+# Of "dropout", "eight bits", "adapters" and "data-parallel ranks": where a graph has the same bits, as GPUs have shown
+# (tests/gpu/test_decided_graphs.py), and of ranks that it is no slower although their reductions start after the last replay
 SHOWN: frozenset[str] = frozenset()
 
 
 def _why_not_measured(config: Config, options: Options, layout: ParallelLayout, update: Update) -> str | None:
     """Return why the first steps decide nothing about a CUDA graph, where a run that could have one leaves that to its user."""
-    if layout.ranks > 1:
-        return "several ranks, whose reductions would start after the last replay and not under backward"
+    if layout.data.size < layout.ranks:
+        return "ranks that share a microbatch, of which one may not decide by its own clock"
     if isinstance(update, MainGradUpdate) and update.main_grads.releases:
         return "gradients whose memory is released, which a graph would keep"
     unproven = {
+        "data-parallel ranks": layout.ranks > 1,
         "dropout": config.hidden_dropout or config.attention_dropout,
         "eight bits": config.fp8_format is not None,
         "adapters": options.lora_rank is not None,
     }
     found = [name for name, there in unproven.items() if there and name not in SHOWN]
-    return f"{' and '.join(found)}, of which no GPU has compared the bits yet" if found else None
+    return f"{' and '.join(found)}, which no GPU has run with and without yet" if found else None
 
 
 def _may_have_graphs(config: Config, options: Options, layout: ParallelLayout, update: Update) -> bool:
