@@ -25,7 +25,7 @@ from onepass.bench.record import commit, device_name, versions
 
 TABLES, DENSE = 24, 13  # columns of ids, and of numbers
 FULL, SMALL = (8192, 64, 200_000), (64, 8, 200)  # examples of a batch, width of a row, rows of the largest table
-STEPS = 20
+STEPS = 10
 SAME = 1e-3  # of the loss: sums in another order
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import onepass
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 NEEDS = {"huggingface": "transformers"}
@@ -35,13 +37,15 @@ def run(path):
 
 
 @pytest.fixture
-def _threads():
+def _as_a_reader():
+    """As in a process of its own: without a GPU no kernels, which the tests' interpreter would run. Threads are set back."""
     threads = torch.get_num_threads()
-    yield
+    with contextlib.nullcontext() if torch.cuda.is_available() else onepass.use_backend("torch"):
+        yield
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("_as_a_reader")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, tmp_path, monkeypatch):
     if path.stem in NEEDS:
