@@ -5,7 +5,7 @@ import re
 import pytest
 
 from onepass.bench.model import BenchCase, CaseResult, Measured
-from onepass.bench.report import bound_by_calls, less_memory
+from onepass.bench.report import bound_by_calls, kept_in_all, less_memory
 from onepass.cli import main
 
 
@@ -40,6 +40,9 @@ def test_memory_is_set_beside_the_peer_that_takes_least():
         Measured("eager", kept_mib=4.0, peak_mib=6.0),
     ]
     assert less_memory(result) == "memory: 512 KiB kept for backward, Liger 3.0 MiB; 8.0 MiB at most, eager 6.0 MiB"
+    assert kept_in_all([result]) is None  # its own line says it
+    said = "kept for backward, 2 cases together: 1.0 MiB by onepass, 6.0 MiB by the peers that keep least"
+    assert kept_in_all([result, result_of(), result]) == said
 
 
 @pytest.mark.usefixtures("one_round")

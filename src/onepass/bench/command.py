@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     plans = [_plan(op, args, device, dtype, peers) for op in _ops(args.ops, args.quick)]
     plans = _chosen(plans, args)
 
-    from onepass.bench.report import BenchReport  # imports rich, which a refused request doesn't need
+    from onepass.bench.report import BenchReport, kept_in_all  # imports rich, which a refused request doesn't need
 
     report = BenchReport()
     clock = clock_for(device)
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         except runner.DeviceLost as lost:
             report.say(f"[red]stopped: {lost}[/]")
             stopped = 1
+    if (kept := kept_in_all(result.cases)) is not None:
+        report.say(kept)
     return _finish(args, result, report.say, stopped)
 
 

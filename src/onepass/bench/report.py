@@ -235,16 +235,33 @@ def against_best(result: CaseResult) -> str | None:
 
 
 def less_memory(result: CaseResult) -> str | None:
-    """Compare what onepass keeps for backward with what the peer that keeps least does; at most, likewise."""
-    ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
-    peers = [row for row in result.rows if not (row.ours or row.floor) and row.status == "ok"]
+    """Set what onepass keeps for backward beside the peer that keeps least, and what it takes at most likewise."""
     parts = []
     for name, words in (("kept_mib", "kept for backward"), ("peak_mib", "at most")):
-        sizes: dict[str, float] = {row.contender: mib for row in peers if (mib := getattr(row, name)) is not None}
-        if ours is not None and sizes and (mine := getattr(ours, name)) is not None:
-            least = min(sizes, key=sizes.__getitem__)
-            parts.append(f"{_mib(mine)} {words}, {least} {_mib(sizes[least])}")
+        if (sizes := _beside_least(result, name)) is not None:
+            mine, least, peer = sizes
+            parts.append(f"{_mib(mine)} {words}, {peer} {_mib(least)}")
     return "memory: " + "; ".join(parts) if parts else None
+
+
+def kept_in_all(results: list[CaseResult]) -> str | None:
+    """Sum what onepass keeps for backward over cases, and what the peer that keeps least of each does."""
+    sizes = [found for result in results if (found := _beside_least(result, "kept_mib")) is not None]
+    if len(sizes) < 2:
+        return None
+    mine, least = (sum(size) for size in zip(*((mine, least) for mine, least, _ in sizes), strict=True))
+    return f"kept for backward, {len(sizes)} cases together: {_mib(mine)} by onepass, {_mib(least)} by the peers that keep least"
+
+
+def _beside_least(result: CaseResult, name: str) -> tuple[float, float, str] | None:
+    """Return onepass's figure, the least of peers, and whose it is."""
+    ours = next((row for row in result.rows if row.ours and row.status == "ok"), None)
+    peers = [row for row in result.rows if not (row.ours or row.floor) and row.status == "ok"]
+    sizes: dict[str, float] = {row.contender: mib for row in peers if (mib := getattr(row, name)) is not None}
+    if ours is None or not sizes or (mine := getattr(ours, name)) is None:
+        return None
+    least = min(sizes, key=sizes.__getitem__)
+    return mine, sizes[least], least
 
 
 def _mib(size: float) -> str:
