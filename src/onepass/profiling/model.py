@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from onepass.profiling.picture import Timeline, draw
 from onepass.profiling.suggestions import Suggestion
 from onepass.profiling.timeline import PictureBar
 from onepass.profiling.units import check_whole, counted, number, size, time
+from onepass.runtime.notebook import html_report
 
 _TOP = 15
 _NAME = 44  # longer names are cut
 _LISTED = 12  # the most kernels to list as gone or new
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -94,6 +96,13 @@ class Profile:
     def __str__(self) -> str:
         return _text(lambda console: show(self, console))
 
+    def _repr_html_(self) -> str:
+        words = [f"{self.verdict}: {self.reasons[0]}", *self.reasons[1:]]
+        applying = Table("of onepass would apply", "seen")
+        for suggestion in self.suggestions:
+            applying.add_row(escape(suggestion.call), escape(suggestion.saw))
+        return html_report(*_lines(self), _rows(self, _TOP), *map(escape, words), *([applying] if self.suggestions else []))
+
     def picture(self, path: str | Path) -> None:
         """Draw the last step as a timeline, CPU threads above GPU streams. Needs matplotlib."""
         draw([self.timeline()], Path(path))
@@ -146,6 +155,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return _text(lambda console: _show_comparison(self, console))
+
+    def _repr_html_(self) -> str:
+        return html_report(*_compared(self))
 
     def picture(self, path: str | Path) -> None:
         """Draw both timelines on one time axis, one above the other. Needs matplotlib."""
@@ -292,6 +304,12 @@ def _cut(name: str, most: int = _NAME) -> str:
 
 
 def _show_comparison(comparison: Comparison, console: Console) -> None:
+    for part in _compared(comparison):
+        console.print(part)
+
+
+def _compared(comparison: Comparison) -> Iterator[Table | str]:
+    """Yield the figures of both, and lines about the kernels that went and came."""
     before, after = comparison.before, comparison.after
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("a step", no_wrap=True)
@@ -312,12 +330,12 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
         if was is not None and now is not None and (was or now):
             table.add_row(name, form(was), form(now), f"{was / now:.2f} x" if now else "", style="bold" if name == "wall" else "")
     table.add_row("verdict", before.verdict, after.verdict, "")
-    console.print(table)
+    yield table
     what = "kernels" if before.on_gpu and after.on_gpu else "operators"
     for verb, names in (("went", comparison.gone()), ("came", comparison.came())):
         if names:
-            console.print(f"\n{what} that {verb}: {number(sum(names.values()))}")
+            yield f"\n{what} that {verb}: {number(sum(names.values()))}"
         for name, count in list(names.items())[:_LISTED]:
-            console.print(f"  {number(count):>6}  {escape(_cut(name, 100))}")
+            yield f"  {number(count):>6}  {escape(_cut(name, 100))}"
         if len(names) > _LISTED:
-            console.print(f"  [dim]and {len(names) - _LISTED} more names[/]")
+            yield f"  [dim]and {len(names) - _LISTED} more names[/]"

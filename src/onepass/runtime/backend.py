@@ -44,6 +44,18 @@ class Explanation:
         lines += [f"  {name:{width}} {what}" for name, what in verdicts.items()]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from rich.markup import escape
+        from rich.table import Table
+
+        from onepass.runtime.notebook import html_report
+
+        table = Table("backend", "this call", title=escape(f"{self.op}: {self.backend} ({self.why})"))
+        for name, reason in self.reasons.items():
+            table.add_row(escape(name), "can run it" if reason is None else escape(f"no: {reason}"))
+        lines = [f"runs: {self.variant}", *([f"rows: {self.rows}"] if self.rows else [])]
+        return html_report(table, *map(escape, lines))
+
 
 def find_op(op: str | Callable[..., Any]) -> Op:
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))

@@ -36,6 +36,7 @@ from onepass.integrations.huggingface.routers import replace_routers
 from onepass.integrations.huggingface.zero import is_partitioned, shapes_of_empty
 from onepass.kernels.invariant_product import batch_invariant as switch
 from onepass.runtime.fp8_recipe import FP8Recipe, Precision, recipe_of
+from onepass.runtime.notebook import html_report
 
 PARTS = ("norm", "mlp", "rope", "loss", "qkv")
 _MARK = "_onepass_applied"
@@ -122,6 +123,9 @@ class Applied:
         out, width = StringIO(), min(_WIDE, max(80, get_terminal_size((_WIDE, 24)).columns))
         Console(file=out, width=width).print(self.table(width < _WIDE))
         return out.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        return html_report(self.table())
 
     def table(self, narrow: bool = False) -> Table:
         """Return the report. narrow: for 80 columns, with fewer of its own, so that names stay whole."""
