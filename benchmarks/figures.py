@@ -773,7 +773,8 @@ def at_a_glance(op, results):
     case = f"[{named(ours)}](figures/{figures_of(op)}.md#{op})"
     if ours.get("reference"):
         time, peer = times_of_reference(rows)
-        return [case, f"{time} of {ours['reference']}'s time", peer]
+        reference = "the separate calls" if ours["reference"] == "separate" else ours["reference"]
+        return [case, f"{time} of the time of {reference}", peer]
     shares = zip(*(copy_shares(rows, way) for way in ("forward", "backward")), strict=True)
     return [case, *(" / ".join(each) for each in shares)]
 

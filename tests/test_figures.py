@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def test_pages_say_what_was_measured(path, every):
 
 def test_each_figure_has_one_place(every):
     pages = "".join(path.read_text() for path in figures.PAGES)
+    assert "of the time of the separate calls" in pages and not re.search(r"separate's|s's time", pages)
     for name, made in every.items():
         assert pages.count(f"<!-- {name} -->") == pages.count(f"<!-- /{name} -->") == 1
         assert made in pages
