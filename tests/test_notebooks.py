@@ -54,6 +54,8 @@ def test_it_runs(path, tmp_path, monkeypatch):
     with contextlib.redirect_stdout(io.StringIO()):
         shown = [text for text in run(path) if text is not None]
     assert len(shown) >= 2 and all(shown)
+    assert any(text.lstrip().startswith("<") for text in shown), "no cell shows a table"
+    assert not any(" object at 0x" in text for text in shown)
     assert not list(tmp_path.iterdir())
 
 
