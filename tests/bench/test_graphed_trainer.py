@@ -49,9 +49,3 @@ def test_lengths_change_from_batch_to_batch(bench):
     rows = bench.RandomRows(3, 2, [8, 6], 100)
     assert [len(rows[at]["input_ids"]) for at in range(len(rows))] == [8, 8, 6, 6, 8, 8]
     assert [tuple(batch.shape) for batch in bench._batches(rows, 2, 2)] == [(2, 8), (2, 6)]
-
-
-def test_without_a_gpu_it_says_what_it_needs(bench, monkeypatch):
-    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
-    with mock.patch.object(sys, "argv", ["graphed_trainer.py"]), pytest.raises(SystemExit, match="needs a GPU, or --small"):
-        bench.main()

@@ -10,8 +10,8 @@ from torch import nn
 
 pytest.importorskip("transformers", minversion="5")
 
-import transformers
 from integrations.huggingface.families import made
+from integrations.huggingface.trainer import trained
 
 import onepass
 from onepass.gradients.graphed_calls import GraphedCalls
@@ -230,18 +230,11 @@ def test_rows_that_are_padded_are_as_near_as_without():
 def test_trainer_trains_as_without(tmp_path, options, monkeypatch):
     monkeypatch.setattr(graph_module, "padded_length", lambda tokens: tokens)
     found = []
-    data = [{"input_ids": each.cpu(), "labels": each.cpu()} for each in ids(rows=64, tokens=64)]
     for graph in (True, False):
         torch.manual_seed(0)
         model = made("Llama", **LARGER).to(torch.float32 if options else BF16)
         applied = huggingface.apply(model, graph=graph)
-        given = transformers.TrainingArguments(
-            str(tmp_path), max_steps=8, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1,
-            report_to="none", disable_tqdm=True, save_strategy="no", seed=0, learning_rate=1e-3, **options,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model, given, train_dataset=data)
-        trainer.train()
-        found.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry])
+        found.append(trained(model, None, tmp_path, steps=8, use_cpu=False, max_grad_norm=1.0, learning_rate=1e-3, **options))
         if graph:
             assert row(applied).by == "CUDA graphs of 1 shape" and row(applied).why is None
             applied.undo()

@@ -7,7 +7,7 @@ from integrations.huggingface.families import VOCABULARY
 
 DEFAULTS = {
     "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "weight_decay": 0.1, "max_grad_norm": 0.0,
-    "save_strategy": "no",
+    "save_strategy": "no", "use_cpu": True, "learning_rate": 1e-2,
 }  # fmt: skip
 
 
@@ -17,7 +17,7 @@ def trained(model, optimizer, out, *, steps=4, resume=None, callbacks=(), collat
     tokens = torch.randint(3, VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(3))
     arguments = transformers.TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=2, logging_steps=1, report_to="none", disable_tqdm=True,
-        use_cpu=True, dataloader_pin_memory=False, learning_rate=1e-2, seed=0, **DEFAULTS | options,
+        dataloader_pin_memory=False, seed=0, **DEFAULTS | options,
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = transformers.Trainer(model, arguments, collate, data, optimizers=(optimizer, None), callbacks=[*callbacks])
