@@ -21,6 +21,7 @@ from onepass.bench.define import as_written
 from onepass.bench.model import BenchCase, CaseResult, Contender, Measured
 from onepass.runtime import ceilings
 from onepass.runtime.cpu_threads import CpuThreads
+from onepass.runtime.errors import CommandError
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +290,7 @@ def test_the_picture_marks_what_it_cuts(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("named", "pretend"), [("tpu", True), ("cuda:x", True), ("cuda:300", False), ("cuda:4", False)])
 def test_a_device_that_is_not_here(named: str, pretend: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="--device must be"):
+    with pytest.raises(CommandError, match="--device must be"):
         options.find_device(named, pretend)
 
 
@@ -298,7 +299,7 @@ def test_a_gpu_that_is_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.find_device("cuda:3", pretend=True) == torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert options.find_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="one of the 2 GPUs here"):
+    with pytest.raises(CommandError, match="one of the 2 GPUs here"):
         options.find_device("cuda:3", pretend=True)
 
 

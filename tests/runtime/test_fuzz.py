@@ -1,6 +1,7 @@
 """Random cases of every op, and that fuzzing finds what is broken."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from onepass.ops.softmax import kernels as softmax_kernels
 from onepass.ops.softmax import softmax
 from onepass.runtime.op import OPS
 from onepass.runtime.random_calls import Draw
-from onepass.testing import fuzz
+from onepass.testing import fuzz, fuzz_command
+from onepass.testing.fuzz_histories import HISTORIES, run_history
 from onepass.testing.fuzz_judge import judge
 from onepass.testing.mutants import mutate
 
@@ -166,10 +168,40 @@ def _wrong_address(x, **options):
 
 def test_the_command_prints_a_table(capsys):
     assert main(["fuzz", "dropout_add", "--cases", "3", "--seed", "5", "--device", "cpu"]) == 0
-    heading, row, *rest = capsys.readouterr().out.splitlines()
+    heading, row, summary, *rest = capsys.readouterr().out.splitlines()
     assert heading.split() == ["op", "cases", "formula", "kernels", "failed", "seconds"]
     assert row.split()[:3] == ["dropout_add", "3", "3"]
+    assert summary == "none of 3 cases failed"
     assert bool(rest) is (row.split()[3] == "0")  # says why no kernel ran
+
+
+def test_products_that_pytorch_runs_are_no_kernels_of_tritons(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz_command, "INTERPRETED", False)
+    assert main(["fuzz", "linear", "--cases", "1", "--device", "cpu"]) == 0
+    assert "Triton's kernels did not run" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ("dropout_add", HISTORIES))
+def test_cases_leave_generators_alone_and_need_no_order(name):
+    run = run_history if name == HISTORIES else partial(fuzz.run_case, OPS[name])
+    before = torch.get_rng_state()
+    first = [run(seed, backends=("torch",)).what for seed in (3, 4)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [run(seed, backends=("torch",)).what for seed in (4, 3)] == first[::-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--device cuda:77", "onepass fuzz: --device must be "),
+        ("--device tpu", "onepass fuzz: --device must be cuda, cuda:N or cpu, but is 'tpu'"),
+        ("--seed 9999999999999", "onepass fuzz: --seed must be from -1000000000000 to 1000000000000"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(options, message, capsys):
+    assert main(["fuzz", "softmax", "--cases", "1", *options.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message) and len(err.splitlines()) == 1
 
 
 def test_choices_need_one_case(capsys):

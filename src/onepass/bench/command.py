@@ -124,10 +124,7 @@ def _ops(named: list[str], quick: bool) -> list[str]:
 
 def _device(named: str | None) -> torch.device:
     """Return the device with its index, and make it the current device."""
-    try:
-        device = find_device(named)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    device = find_device(named)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)

@@ -14,6 +14,7 @@ Numbers come from the device's own generator, so a case repeats on the same kind
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import random
@@ -21,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +88,19 @@ class _Drawn:
 # ---- a case ----
 
 
+def keeps_generators(run: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    """Make `run`, which seeds PyTorch's generators, leave the caller's as they were."""
+
+    @functools.wraps(run)
+    def kept(*args: Any, device: torch.device | None = None, **how: Any) -> Outcome:
+        on_gpu = device is not None and device.type == "cuda"
+        with torch.random.fork_rng(devices=[device] if on_gpu else []):
+            return run(*args, device=device, **how)
+
+    return kept
+
+
+@keeps_generators
 def run_case(
     op: Op,
     seed: int,
@@ -385,7 +398,7 @@ class Tally:
 
 def fuzz(op: Op, cases: int, seed: int = 0, **how: Any) -> Tally:
     """Run so many cases of an op. `how` is `fuzz_cases`' and `run_case`'s."""
-    return fuzz_cases(op.name, partial(run_case, op), cases, seed, **how)
+    return fuzz_cases(op.name, functools.partial(run_case, op), cases, seed, **how)
 
 
 def fuzz_cases(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from onepass.bench.options import find_device
+from onepass.kernels.language import INTERPRETED
 from onepass.runtime.errors import CommandError
 from onepass.runtime.op import OPS
 from onepass.testing import fuzz
@@ -18,6 +19,7 @@ from onepass.testing.fuzz_histories import HISTORIES, run_history
 _NAMES = [*sorted(OPS), HISTORIES]
 _LINE_SECONDS = 30.0  # between lines of progress where stderr is no terminal
 _SHOWN = 10  # failing cases that are printed
+_LARGEST_SEED = 10**12  # generators take 64 bits, and have a thousand seeds a case
 
 
 def add_arguments(parser: Any) -> None:
@@ -44,6 +46,8 @@ def run(args: Any) -> int:
         raise CommandError("--choices needs OP and --cases 1")
     if args.cases < 1:
         raise CommandError(f"--cases must be at least 1, but is {args.cases}")
+    if abs(args.seed) > _LARGEST_SEED:
+        raise CommandError(f"--seed must be from {-_LARGEST_SEED} to {_LARGEST_SEED}, but is {args.seed}")
     device = find_device(args.device)
     tallies = []
     for name in [args.op] if args.op else _NAMES:
@@ -55,8 +59,9 @@ def run(args: Any) -> int:
             print(f"{tallies[-1].op} ended after {tallies[-1].cases} cases, {tallies[-1].ended}", flush=True)
             break
     print("\n".join(_table(tallies)))
-    if not any(tally.ran["triton"] for tally in tallies):
-        print("kernels did not run: they need a GPU, or TRITON_INTERPRET=1 on a CPU")
+    print(_summary(tallies))
+    if device.type == "cpu" and not INTERPRETED:
+        print("Triton's kernels did not run: they need a GPU, or TRITON_INTERPRET=1 on a CPU")
     return int(any(tally.failed or tally.ended for tally in tallies))
 
 
@@ -79,6 +84,11 @@ def _shown(cases: int) -> Callable[[Tally], None]:
             print(words, file=sys.stderr, flush=True)
 
     return seen
+
+
+def _summary(tallies: list[Tally]) -> str:
+    cases, failed = sum(tally.cases for tally in tallies), sum(len(tally.failed) for tally in tallies)
+    return f"{failed} of {cases} cases failed: the commands above repeat them" if failed else f"none of {cases} cases failed"
 
 
 def _table(tallies: list[Tally]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from onepass.runtime.backend import use_backend
 from onepass.runtime.fp8 import unfit_gpu
 from onepass.runtime.fp8_recipe import FP8Recipe
 from onepass.runtime.random_calls import BF16, FP32, Draw, RandomTensor
-from onepass.testing.fuzz import BACKENDS, NUMBERS, Outcome, draw_values
+from onepass.testing.fuzz import BACKENDS, NUMBERS, Outcome, draw_values, keeps_generators
 
 HISTORIES = "fp8_histories"
 WIDTH, COLUMNS, FFN = 64, 32, 48  # of x, of a layer's y, and of an MLP's activation
@@ -86,6 +86,7 @@ class _Event(NamedTuple):
         return words if self.weights == WEIGHTS[0] else f"{words}, weight {self.which + 1} {self.weights}"
 
 
+@keeps_generators
 def run_history(
     seed: int,
     choices: Sequence[int] | None = None,
