@@ -189,6 +189,7 @@ def test_operators_are_the_languages(one, other, number, monkeypatch):
         return y
 
     def forget():
+        interpreter_types._learnt.clear()
         for scalar in _SCALARS:
             vars(scalar).pop(interpreter_types._KEPT, None)
 
@@ -199,6 +200,49 @@ def test_operators_are_the_languages(one, other, number, monkeypatch):
     monkeypatch.setattr(interpreter_types, "_compute_of", lambda *_: None)
     assert torch.equal(learnt, run(2)) and (learnt[:21] != -1).any(1).all()
     forget()
+
+
+@triton.jit
+def _calls_kernel(x_ptr, y_ptr, rows, A: tl.constexpr, B: tl.constexpr, FLOATS: tl.constexpr):
+    """Loads with a mask of the pointers' shape, of one dimension and of none; choices; stores that convert."""
+    i, j = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :]
+    at, inside = i * B + j, i < rows
+    whole = tl.load(x_ptr + at)
+    some = tl.load(x_ptr + at, mask=inside, other=0)
+    last = tl.load(x_ptr + at, mask=inside & (j > 1), other=7)
+    one = tl.load(x_ptr + rows)
+    if FLOATS:
+        whole, some, last, one = whole.to(tl.float32), some.to(tl.float32), last.to(tl.float32), one.to(tl.float32)
+    size: tl.constexpr = A * B
+    tl.store(y_ptr + at, some)
+    tl.store(y_ptr + size + at, last, mask=j < 3)
+    tl.store(y_ptr + 2 * size + at, tl.where(inside, whole, last))
+    tl.store(y_ptr + 3 * size + at, tl.where(whole > 0, whole, 0))
+    tl.store(y_ptr + 4 * size + at, tl.where(inside & (j != 2), -3, whole))
+    tl.store(y_ptr + 5 * size + at, tl.where(rows > 3, one, whole), mask=inside)
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16, torch.int32], ids=str)
+def test_loads_stores_and_choices_are_the_languages(given, to):
+    """The first launch learns. In later ones numbers, rows and NaN are others."""
+    floats = given.is_floating_point
+    i, j = torch.arange(8)[:, None], torch.arange(4)[None, :]
+    for seed, rows in ((0, 5), (1, 2), (2, 7)):
+        x = (torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) * 9).to(given)
+        if floats and to.is_floating_point and seed:
+            x[seed, 1:3] = torch.tensor([float("nan"), float("inf")])
+        y = torch.full((6, 8, 4), 99, dtype=to)
+        _calls_kernel[(1,)](x, y, rows, 8, 4, floats)
+        wide, nothing = x.float() if floats else x, torch.tensor(99).to(to)
+        last = torch.where((i < rows) & (j > 1), wide, 7)
+        expected = [
+            torch.where(i < rows, wide, 0), last, torch.where(i < rows, wide, last), torch.where(wide > 0, wide, 0),
+            torch.where((i < rows) & (j != 2), -3, wide), (wide.flatten()[rows] if rows > 3 else wide).expand(8, 4),
+        ]  # fmt: skip
+        written = [i < 8, j < 3, i < 8, i < 8, i < 8, i < rows]
+        for mine, right, where in zip(y, expected, written, strict=True):
+            torch.testing.assert_close(mine, torch.where(where, right.to(to), nothing), rtol=0, atol=0, equal_nan=True)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Triton's interpreter has these faults, from 3.5 to 3.9, those of bf16 without an
 - Each call of a device function patches the whole language again, most of a program's cost. Here the first launch does, for good.
 - Each function is parsed and compiled again, though only its module is new, as in a mutant. Here equal code is compiled once.
 - Types and shapes are made again for each value, most of the remaining cost. Here they are cached, and operators of types that
-  have met before are numpy's (`interpreter_types.py`).
+  have met before are numpy's (`interpreter_types.py`). So are loads, stores and `tl.where` (`interpreter_calls.py`).
 - Programs run one after another, so a program that waits for another would hang. Here it yields to the others
   (`kernels/grid_sync.py`). Programs that wait for an event that never comes raise.
 - 3.9 takes no tensor out of a constexpr, which `constexpr * tensor` puts there. Here the product is the tensor.
@@ -58,7 +58,7 @@ if not INTERPRETED or isinstance(tl.cdiv, triton.runtime.JITFunction):
 
 import triton.runtime.interpreter as interpreter
 
-from onepass.testing import interpreter_bounds, interpreter_types
+from onepass.testing import interpreter_bounds, interpreter_calls, interpreter_types
 
 _Builder: Any = interpreter.InterpreterBuilder
 _Handle: Any = interpreter.TensorHandle
@@ -155,6 +155,7 @@ class _Patched:
 def _patch_once() -> _Patched:
     _patch_language(_EVERYWHERE)
     interpreter_types.patch_operators(tl.tensor)
+    interpreter_calls.patch_functions(tl)
     return _Patched()
 
 
@@ -342,6 +343,7 @@ class _NoDriver:
 
 def _repair() -> None:
     interpreter_types.install()
+    interpreter_calls.install()
     interpreter_bounds.install(_Builder)
     _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _cast, _float_cast, _dot
     _Builder.binary_op = _repaired(_Builder.binary_op)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from onepass.kernels import layout
 
-_Ends = tuple[Any, Any]  # where pieces of memory begin, sorted, and how far those up to each reach
+_Ends = list[tuple[int, int]]  # where pieces of memory begin, sorted, and how far those up to each reach
 
 
 def _tensors(arguments: Any) -> Iterator[Tensor]:
@@ -30,24 +30,25 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
 
 
 def _ends(pieces: dict[int, int]) -> _Ends:
-    begins = np.array(sorted(pieces), np.uint64)
-    stops = np.array([begin + pieces[begin] for begin in sorted(pieces)], np.uint64)
-    return begins, np.maximum.accumulate(stops)  # storages may lie within others
+    found, reach = [], 0
+    for begin in sorted(pieces):
+        reach = max(reach, begin + pieces[begin])  # storages may lie within others
+        found.append((begin, reach))
+    return found
 
 
 def _outside(addresses: Any, width: int, ends: _Ends) -> Any:
     """Return which values of `width` bytes are in none of the pieces."""
-    begins, stops = ends
-    if not begins.size:
+    if not ends:
         return np.ones(addresses.shape, bool)
+    begins, stops = np.array(ends, np.uint64).T
     piece = np.searchsorted(begins, addresses, side="right")
     return (piece == 0) | (addresses + np.uint64(width) > stops[np.maximum(piece, 1) - 1])
 
 
 def _in_one(first: int, last: int, ends: _Ends) -> bool:
     """Whether the bytes from first to before last are in one of the pieces."""
-    begins, stops = ends
-    return bool(((begins <= first) & (last <= stops)).any())
+    return any(begin <= first and last <= stop for begin, stop in ends)
 
 
 class OutOfBoundsError(AssertionError):
@@ -79,10 +80,13 @@ class Reach:
 
     def check(self, what: str, pointers: Any, mask: Any) -> None:
         addresses = np.asarray(pointers.data).reshape(-1)
-        if mask is not None and not (kept := np.asarray(mask.data)).all():
+        if mask is not None and not np.logical_and.reduce(kept := np.asarray(mask.data), axis=None):
             addresses = addresses[np.broadcast_to(kept, np.shape(pointers.data)).reshape(-1)]
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        if not addresses.size or _in_one(addresses.min(), addresses.max() + np.uint64(width), self.given):
+        if not addresses.size:
+            return
+        first, last = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))  # .min() takes twice as long
+        if _in_one(first, last + width, self.given):
             return
         outside = _outside(addresses, width, self.given)
         if self.noted and outside.any():

@@ -41,7 +41,9 @@ _stock_broadcast: Any = TritonSemantic.broadcast_impl_value
 
 
 def _kept(of: Any) -> dict[Any, Any]:
-    found: dict[Any, Any] = of.__dict__.setdefault(_KEPT, {})
+    found: dict[Any, Any] | None = of.__dict__.get(_KEPT)
+    if found is None:
+        found = of.__dict__[_KEPT] = {}
     return found
 
 
@@ -73,12 +75,13 @@ def _made_already(self: Any, *_: Any, **__: Any) -> None:
 
 def _tensor(self: Any, handle: Any, type: Any) -> None:
     """Copy the attributes of the type's first tensor. Only the handle differs."""
-    kept = _kept(type)
-    if "tensor" not in kept:
+    attributes = _kept(type).get("tensor")
+    if attributes is None:
         _stock_tensor(self, handle, type)
-        kept["tensor"] = {name: value for name, value in self.__dict__.items() if name != "handle"}
-    self.__dict__.update(kept["tensor"])
-    self.handle = handle
+        _kept(type)["tensor"] = dict(self.__dict__)
+    else:
+        self.__dict__.update(attributes)
+        self.handle = handle
 
 
 def _equal(self: Any, other: Any) -> Any:
@@ -125,13 +128,22 @@ _COMPUTE: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _NEGATIVE, _LARGE = object(), object()  # types of an int that an unsigned tensor refuses, and of one that only it takes
 _EVERYTHING = slice(None)
+_new = object.__new__
+_learnt: dict[tuple[Any, ...], Any] = {}  # by operator and ids of types: numpy's function, what its results have, and the types
 
 
-def _make(data: Any, handle_type: Any, type: Any) -> Any:
+def _attributes(tensor: Any) -> dict[str, Any]:
+    """Return what all tensors of its type have: everything but the handle."""
+    return {name: value for name, value in tensor.__dict__.items() if name != "handle"}
+
+
+def _make(data: Any, handle_type: Any, attributes: dict[str, Any]) -> Any:
     """Return a tensor without the checks that its type has passed before."""
-    handle = object.__new__(_Handle)
+    handle, tensor = _new(_Handle), _new(_Tensor)
     handle.data, handle.dtype, handle.attr = data, handle_type, {}
-    return _Tensor(handle, type)
+    tensor.__dict__.update(attributes)
+    tensor.handle = handle
+    return tensor
 
 
 def _add_pointers(size: int, pointers: Any, offsets: Any) -> Any:
@@ -168,14 +180,15 @@ def _operator(name: str, stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any
             right = _NEGATIVE if value < 0 else int if value < 2**31 else _LARGE
         elif right is not float:
             return stock(self, other)
-        kept, key = _kept(self.type), (name, id(right))
-        if key not in kept:
+        key = name, id(self.type), id(right)
+        learnt = _learnt.get(key)
+        if learnt is None:
             found = stock(self, other)
             compute = _compute_of(name, self, value, found)
-            kept[key] = right, compute, compute and found.handle.dtype, compute and found.type  # `right` keeps its id
+            _learnt[key] = compute, compute and found.handle.dtype, compute and _attributes(found), self.type, right
             return found
-        _, compute, handle_type, type_ = kept[key]
-        return stock(self, other) if compute is None else _make(compute(self.handle.data, value), handle_type, type_)
+        compute, handle_type, attributes, *_ = learnt
+        return stock(self, other) if compute is None else _make(compute(self.handle.data, value), handle_type, attributes)
 
     return run
 
@@ -188,7 +201,7 @@ def _new_dimensions(stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
             return stock(self, slices)
         kept, key = _kept(self.type), tuple([each is None for each in slices])
         if key not in kept:
-            kept[key] = stock(self, slices).type
+            kept[key] = _attributes(stock(self, slices))
         return _make(self.handle.data[slices], self.handle.dtype, kept[key])
 
     return run
@@ -211,12 +224,12 @@ def _cast(stock: Callable[..., Any]) -> Callable[..., Any]:
             if self.type is not found.type and {self.type.scalar.name, found.type.scalar.name} <= _OF_NUMPY:
                 data = found.handle.data
                 if np.array_equal(self.handle.data.astype(data.dtype), data, equal_nan=data.dtype.kind == "f"):
-                    kept[key] = data.dtype, found.handle.dtype, found.type
+                    kept[key] = data.dtype, found.handle.dtype, _attributes(found)
             return found
         if kept[key] is None:
             return stock(self, dtype)
-        numpy_type, handle_type, type_ = kept[key]
-        return _make(self.handle.data.astype(numpy_type), handle_type, type_)
+        numpy_type, handle_type, attributes = kept[key]
+        return _make(self.handle.data.astype(numpy_type), handle_type, attributes)
 
     return run
 
