@@ -62,7 +62,11 @@ class Collate:
         return {"input_ids": tokens, "labels": labels} | ({"attention_mask": mask} if self.masked else {})
 
 
-def both(tmp_path, optimizer=lambda applied: None, model=made, apply=None, collate=None, **options):
+def llama():
+    return made("Llama", num_hidden_layers=1)
+
+
+def both(tmp_path, optimizer=lambda applied: None, model=llama, apply=None, collate=None, **options):
     """Losses and weights of Trainer's run with graphs and without, and the report."""
     found = []
     for graph_too in (True, False):
@@ -90,11 +94,10 @@ def same(found, rtol=1e-5, atol=1e-5):
     "options",
     [
         {"max_grad_norm": 1.0},
-        {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "optim": "adafactor"},
-        {"optim": "sgd", "gradient_accumulation_steps": 1, "average_tokens_across_devices": False},
+        {"optim": "sgd", "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 1, "average_tokens_across_devices": False},
         {"label_smoothing_factor": 0.1},
     ],
-    ids=("clipped", "adafactor", "sgd", "smoothed"),
+    ids=("clipped", "sgd", "smoothed"),
 )
 def test_trainer_trains_as_without(tmp_path, monkeypatch, options):
     monkeypatch.setattr(graph, "padded_length", lambda tokens: tokens)  # so that products are of the same sizes, to the bit
@@ -106,7 +109,7 @@ def test_trainer_evaluates_and_resumes_as_without(tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "padded_length", lambda tokens: tokens)
     more = {"save_strategy": "steps", "save_steps": 3}
     whole = same(both(tmp_path / "whole", steps=6, **more))
-    again = made("Llama")
+    again = llama()
     applied = huggingface.apply(again, graph=True)
     trained(again, None, tmp_path / "resumed", steps=6, resume=str(tmp_path / "whole/checkpoint-3"), **more)
     for one, other in zip(again.parameters(), whole.model.parameters(), strict=True):
@@ -135,7 +138,7 @@ def test_lengths_that_change_are_padded_to_one(tmp_path, graphs, masked, caplog)
 def test_dropout_of_trainer_is_that_without(tmp_path, monkeypatch):
     """The stand-in draws at each replay where the generator is, as a GPU's graph does."""
     monkeypatch.setattr(graph, "padded_length", lambda tokens: tokens)
-    applied = same(both(tmp_path, model=lambda: made("GPT2", resid_pdrop=0.3, embd_pdrop=0.3), steps=6))
+    applied = same(both(tmp_path, model=lambda: made("GPT2", resid_pdrop=0.3, embd_pdrop=0.3, n_layer=1), steps=6))
     assert any(isinstance(part, Dropout) and part.p for part in applied.model.modules())
     assert row(applied).by == "CUDA graphs of 1 shape"
 
