@@ -16,6 +16,7 @@ import torch
 from onepass.bench.model import CaseResult, CpuTime, CpuTimes, Measured
 from onepass.bench.options import short
 from onepass.kernels.language import triton
+from onepass.profiling.units import counted
 from onepass.runtime.ceilings import Ceilings
 from onepass.runtime.errors import version_of
 
@@ -49,7 +50,7 @@ class BenchRun:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    return f"{_cpu_name()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _cpu_name() -> str:
