@@ -487,7 +487,7 @@ def test_a_budget_ends_a_process_and_all_it_started(
     monkeypatch.setattr(huggingface, "commit", lambda: "abc")
     begun = time.monotonic()
     assert bench("huggingface", "--case", LLAMA.name, "--budget", "2") == 0
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 55  # both processes sleep for 60 s
     said = capsys.readouterr().out
     assert re.search("eager: not done after [0-9]+ s, when --budget ended", said)  # a busy machine looks later
     assert "onepass: no time is left of --budget" in said

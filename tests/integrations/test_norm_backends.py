@@ -375,9 +375,9 @@ def one_rank():
 def test_registering_loads_nothing_and_takes_no_time():
     script = (
         "import sys, time, onepass; from onepass.ops import norm\n"
-        "before, start = set(sys.modules), time.perf_counter()\n"
+        "before, start = set(sys.modules), time.process_time()\n"
         "from onepass.integrations import norm_backends; norm_backends.register()\n"
-        "print(time.perf_counter() - start, *set(sys.modules) - before)"
+        "print(time.process_time() - start, *set(sys.modules) - before)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     seconds, *loaded = done.stdout.split()
@@ -386,10 +386,10 @@ def test_registering_loads_nothing_and_takes_no_time():
 
 
 def test_asking_whether_it_is_there_costs_little(given):
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100):
         norm_backends._installed("liger_kernel")
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
 
 
 # ---- the real ones, where they and a GPU are ----

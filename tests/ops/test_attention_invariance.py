@@ -43,14 +43,11 @@ def check(op=onepass.attention, lengths=LENGTHS, dtype=BF16, padded=True, R=8, s
 
 OPTIONS = [
     {},
-    {"R": 0},
-    {"window": 5},
-    {"window": 80},  # longer than some documents, and than some batches
+    {"R": 0, "window": 5},
+    {"window": 80, "by_group": True},  # longer than some documents, and than some batches
     {"softcap": 2.0, "window": 66},
-    {"sinks": True},
+    {"sinks": True, "gated": True},
     {"norm": True, "interleaved": True},
-    {"gated": True},
-    {"by_group": True},
     {"causal": False, "padded": False},
     {"causal": False, "window": (3, 65), "padded": False},
 ]

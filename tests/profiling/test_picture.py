@@ -50,9 +50,9 @@ def figures(monkeypatch):
 def test_a_picture(count, tmp_path):
     path = tmp_path / "new" / "a.png"
     profile = many(count).profile() if count else Made().profile()
-    start = time.perf_counter()
+    start = time.process_time()
     profile.picture(path)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     width, height = size(path)
     assert width == 1690
     assert 150 < height < 600

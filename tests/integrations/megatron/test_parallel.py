@@ -31,7 +31,7 @@ def test_two_ranks(worker, kind, tmp_path):
         for command in commands
     ]
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
