@@ -354,3 +354,15 @@ def test_a_recording_of_several_ranks_outlives_their_collectives(ranks, done, mo
         monkeypatch.setattr(recorded._profiler, "stop", lambda: (seen.append("stop"), stop()))
         monkeypatch.setattr(record.time, "sleep", lambda seconds: seen.append("sleep"))
     assert seen == done
+
+
+def test_one_profiler_at_a_time():
+    with torch.profiler.profile(), pytest.raises(record.ProfilerInUse, match="another profiler runs already"):
+        onepass.profile(lambda: None, warmup=0, steps=1)
+
+
+def test_a_recording_that_another_profiler_has_ended():
+    with record.recording() as recorded, torch.profiler.profile():
+        torch.ones(2)
+    with pytest.raises(record.ProfilerInUse, match="another profiler ended this recording"):
+        recorded.trace()

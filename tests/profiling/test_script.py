@@ -309,3 +309,39 @@ def test_in_a_process_of_its_own(script):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "ceilings: copy" in done.stdout
+
+
+_INNER = """
+import onepass, torch
+x = torch.ones(8, 8)
+x @ x
+{}
+x @ x
+"""
+_BY_TORCH = "with torch.profiler.profile(): x @ x"
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (_BY_TORCH, "another profiler ended this recording"),
+        ("onepass.profile(lambda: x @ x, warmup=0, steps=1)", "another profiler runs already"),
+    ],
+)
+def test_a_script_that_profiles_itself(inner, message, tmp_path):
+    """In a process of its own, which PyTorch crashes where such a recording is read."""
+    path = tmp_path / "inner.py"
+    path.write_text(_INNER.format(inner))
+    argv = [sys.executable, "-m", "onepass.cli", "profile", path]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        f"onepass profile: SCRIPT must not profile itself while it is recorded: {message}"
+    )
+
+
+def test_a_script_that_profiles_itself_and_fails(tmp_path, capsys):
+    path = tmp_path / "inner.py"
+    path.write_text(_INNER.format(_BY_TORCH) + "raise RuntimeError('its own')")
+    status, _, err = run(capsys, path)
+    assert status == 1 and err.endswith("RuntimeError: its own\n")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,6 +173,10 @@ def run(call: Callable[[], object], calls: int) -> tuple[float, float]:
 # ---- the trace ----
 
 
+class ProfilerInUse(RuntimeError):
+    """Another profiler runs, or ran inside a recording and ended it. PyTorch has one session a process."""
+
+
 class Recorded:
     """A torch.profiler session that is started and stopped by hand. `trace` then returns the Chrome trace as JSON text."""
 
@@ -184,8 +189,11 @@ class Recorded:
         memory = not torch.cuda.is_available()
         self._profiler = torch_profile(activities=activities, record_shapes=True, profile_memory=memory, acc_events=True)
         self._running = False
+        self._ended_by_another = False
 
     def start(self) -> None:
+        if _profiler_enabled():
+            raise ProfilerInUse("another profiler runs already, and PyTorch has one at a time: end it first, or take one out")
         self._running = True
         self._log_level = _set_log_level(_LOG_ERRORS)
         self._profiler.start()
@@ -200,11 +208,17 @@ class Recorded:
             # gloo's thread notes a collective's end in the recording after it has let the caller go (PyTorch 2.13). Where the
             # recording has been freed by then, it writes to memory that is another's, and the process crashes some time later.
             time.sleep(_COLLECTIVES_END)
+        self._ended_by_another = not _profiler_enabled()
         self._profiler.stop()
         if self._log_level is not None:
             _set_log_level(self._log_level)
 
     def trace(self) -> bytes:
+        if self._ended_by_another:  # to export such a recording crashes the process (PyTorch 2.13)
+            raise ProfilerInUse(
+                "another profiler ended this recording, as PyTorch has one at a time: take out what the profiled code profiles "
+                "by itself (onepass.profile, torch.profiler)"
+            )
         descriptor, path = tempfile.mkstemp(suffix=".json")
         os.close(descriptor)
         try:

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from onepass.profiling.model import Profile, show
+from onepass.profiling.record import ProfilerInUse
 from onepass.profiling.recorders import CallRecorder, RecordingDone, StepRecorder, WholeRecorder, say
 from onepass.runtime.errors import CommandError, check_output, install_hint
 
@@ -88,11 +89,14 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if args.function:
         _decorate(tree, args.function)
-    status = _execute(tree, args, recorder)
-    if status == 1:
-        return status
-    say("reading the trace, measuring the machine's ceilings")
-    profile = recorder.profile()
+    try:
+        status = _execute(tree, args, recorder)
+        if status == 1:
+            return status
+        say("reading the trace, measuring the machine's ceilings")
+        profile = recorder.profile()
+    except ProfilerInUse as error:
+        raise CommandError(f"SCRIPT must not profile itself while it is recorded: {error}") from None
     if not profile.rows:
         raise CommandError("nothing that PyTorch ran was seen while recording")
     _show(profile, args)
@@ -162,6 +166,8 @@ def _execute(tree: ast.Module, args: argparse.Namespace, recorder: CallRecorder 
             if stopped.code not in (None, 0):
                 say(f"the script ended with {stopped.code!r}")
                 return 1
+        except ProfilerInUse:
+            raise
         except BaseException as error:
             _print_error(error, str(args.script))
             return 1
