@@ -1,6 +1,7 @@
 """The README's first table and its picture, from benchmarks/results. `python benchmarks/figures.py` writes both.
 
-A row appears as soon as a result has it. What it is set beside was measured in the same run, on the same GPU:
+A row appears as soon as a result has it. Eager code and onepass are of one run. The best peer may be of another run, in which
+onepass was measured beside it; its cell names the GPU if that is another:
 
     row                            results, in benchmarks/results/<gpu>/scripts      made by
     Hugging Face, LoRA, mixtures   huggingface*.json, hybrids_*.json, lora.json ...  onepass bench huggingface
@@ -24,6 +25,10 @@ ROOT = Path(__file__).parents[1]
 PICTURES = {scheme: ROOT / "docs" / "images" / f"steps-{scheme}.svg" for scheme in ("light", "dark")}
 EAGER, OURS, GRAPHED = "eager", "onepass", "onepass, CUDA graph"
 LOSS = "8192 x 4096 x 128256"
+ONE_CARD = (
+    "onepass train --preset 8B --optimizer-moments 8bit --step-in-backward "
+    "--recompute-granularity selective --recompute-num-layers 6"
+)
 MODELS = ("huggingface*.json", "hybrids_*.json", "lora.json", "lora_peers.json")
 
 
@@ -42,6 +47,7 @@ class Row(NamedTuple):
     peer: str | None  # the fastest other, of any run that has it beside ours
     over_peer: float = 0.0  # its time over ours, there
     peer_gib: float = 0.0
+    peer_gpu: str = ""
 
 
 # ---- rows ----
@@ -109,19 +115,20 @@ def runs_of_op(folders: Iterable[Path], op: str, case: str) -> Iterator[tuple[st
 
 
 def row_of(task: str, runs: Iterable[tuple[str, dict[str, Cost]]], ours: str = OURS) -> Row | None:
-    """Return a task's row, or None where no run has it. Shown is a run with eager, or else the one with most others."""
+    """Return a task's row, or None where no run has it. Shown is a run with eager, or else the run of the best peer."""
     found = [(gpu, costs) for gpu, costs in runs if ours in costs]
     if not found:
         return None
-    gpu, costs = max(found, key=lambda each: (EAGER in each[1], len(each[1])))
     others = [
-        (cost.ms / each[ours].ms, name, cost.gib)
-        for _, each in found
-        for name, cost in each.items()
+        (cost.ms / costs[ours].ms, name, cost.gib, at)
+        for at, (_, costs) in enumerate(found)
+        for name, cost in costs.items()
         if not name.startswith((EAGER, OURS))
     ]
-    over, peer, gib = min(others, default=(0.0, None, 0.0))
-    return Row(task, gpu, costs[ours], costs.get(EAGER), peer, over, gib)
+    over, peer, gib, of_peer = min(others, default=(0.0, None, 0.0, 0))
+    shown = max(range(len(found)), key=lambda at: (EAGER in found[at][1], at == of_peer))
+    gpu, costs = found[shown]
+    return Row(task, gpu, costs[ours], costs.get(EAGER), peer, over, gib, found[of_peer][0])
 
 
 def rows_of(folders: list[Path]) -> dict[str, Row]:
@@ -155,12 +162,13 @@ def loss_memory(folders: Iterable[Path]) -> str:
     """Say what the loss takes by default, why, and which arguments take less."""
     for results in read(folders, "linear_cross_entropy.json"):
         ways = results["rows"][LOSS]["ways"]
-        ours, least, peer = (ways[name] for name in (OURS, "onepass, main_grad and grad_scale", "Liger"))
-        mib = "{:,.0f} MiB and {:.1f} ms".format
-        by_default, at_least, others = (mib(way["peak_mib"], way["ms"]) for way in (ours, least, peer))
+        names = (OURS, "onepass, main_grad and grad_scale", "Liger", "torch.compile")
+        by_default, at_least, liger, compiled = (
+            f"{ways[name]['peak_mib']:,.0f} MiB and {ways[name]['ms']:.1f} ms" for name in names
+        )
         return (
             "By default `linear_cross_entropy` keeps logits of up to 1/32 of the GPU's memory, for speed: "
-            f"{by_default} at {LOSS}, where Liger takes {others}. "
+            f"{by_default} at {LOSS}, where torch.compile takes {compiled} and Liger {liger}. "
             f"With `grad_scale=1.0` and a weight that has `main_grad` it takes {at_least}."
         )
     return ""
@@ -173,7 +181,8 @@ def table(rows: Iterable[Row]) -> str:
     titles = ("a training step, or a call", "eager PyTorch", "onepass", "gain", "over the best peer", "peak GiB")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
-        beside = f"{row.over_peer:.2f} x {row.peer}" if row.peer else ""
+        elsewhere = f" ({row.peer_gpu})" if row.peer_gpu != row.gpu else ""
+        beside = f"{row.over_peer:.2f} x {row.peer}{elsewhere}" if row.peer else ""
         gpu = "" if row.gpu == "H200" else f" ({row.gpu})"
         if row.eager is None:
             eager = gain = ""
@@ -202,7 +211,7 @@ def gains(rows: dict[str, Row], folders: list[Path]) -> str:
             than_eager(rows["graph"]) if "graph" in rows else "forward and backward as CUDA graphs: the CPU no longer decides",
             "Trainer: huggingface/training",
         ),
-        ("train all weights of an 8B on one card", "`onepass train --preset 8B`", on_one_card(folders), "Memory: train/memory"),
+        ("train all weights of an 8B on one card", f"`{ONE_CARD}`", on_one_card(folders), "Memory: train/memory"),
         ("pretrain a small model", "`onepass train`", than_peer(rows["small"]), "Training: train"),
         ("pretrain in eight bits", "`onepass train --fp8-format hybrid`", than_peer(rows["fp8"]), "Eight bits: fp8"),
         (
@@ -226,7 +235,7 @@ def gains(rows: dict[str, Row], folders: list[Path]) -> str:
         (
             "have many small operators, or wonder where time goes",
             "`onepass.fuse(model)`, `onepass.profile(step)`",
-            f"{written:.0f} kernels as {fused:.0f}, with the same results",
+            f"{written:.0f} kernels as {fused:.0f}, with the same results up to rounding",
             *("Fusion: fusion", "Profiling: profile"),
         ),
     ):
@@ -242,14 +251,14 @@ def than_eager(row: Row) -> str:
 
 def than_peer(row: Row) -> str:
     assert row.peer is not None
-    return f"{1 - 1 / row.over_peer:.0%} less time than {row.peer.replace('plain', 'compiled PyTorch')}"
+    return f"{1 - 1 / row.over_peer:.0%} less time than {row.peer.replace('plain, ', 'compiled PyTorch with ')}"
 
 
 def on_one_card(folders: Iterable[Path]) -> str:
     """Say what the way of docs/train/memory.md takes."""
     results = next(read(folders, "gpt_8B.json"))
     gib = results["rows"]["8B"]["onepass, 8-bit moments, in backward, selective 6"]["peak_gib"]
-    return f"{gib:.0f} GiB with moments in 8 bits, stepped in backward"
+    return f"{gib:.0f} GiB, by AdamW with fp32 masters"
 
 
 def kernels(folders: Iterable[Path]) -> tuple[float, float]:

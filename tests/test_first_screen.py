@@ -37,7 +37,14 @@ def test_gains_are_of_one_run_and_the_peer_is_the_fastest_of_any(tmp_path):
     assert (row.gpu, row.eager.ms, row.ours.ms) == ("H100", 30.0, 12.0)
     assert (row.peer, row.over_peer) == ("Liger + Unsloth", 1.1)
     made = first_screen.table([row]).splitlines()[-1]
-    assert made == "| task (H100) | 30.0 ms | 12.0 ms | **2.50 x** | 1.10 x Liger + Unsloth | 4.0 → 1.0 |"
+    assert made == "| task (H100) | 30.0 ms | 12.0 ms | **2.50 x** | 1.10 x Liger + Unsloth (H200) | 4.0 → 1.0 |"
+
+
+def test_a_peer_of_a_run_on_the_same_gpu_needs_no_name_of_it(tmp_path):
+    model_file(tmp_path, "lora.json", "NVIDIA H200", [("onepass", 10.0, 1.0), ("Liger + Unsloth", 11.0, 1.2)])
+    model_file(tmp_path, "huggingface.json", "NVIDIA H200", [("eager", 30.0, 4.0), ("onepass", 12.0, 1.0)])
+    row = first_screen.row_of("task", first_screen.runs_of_models([tmp_path], "a"))
+    assert first_screen.table([row]).endswith("| **2.50 x** | 1.10 x Liger + Unsloth | 4.0 → 1.0 |")
 
 
 def test_our_other_ways_are_no_peers_and_what_failed_is_no_row(tmp_path):
@@ -53,6 +60,20 @@ def test_without_eager_memory_is_the_peer_s(tmp_path):
     model_file(tmp_path, "huggingface.json", "NVIDIA H200", [("onepass", 10.0, 2.0), ("Liger", 12.0, 3.0)])
     row = first_screen.row_of("task", first_screen.runs_of_models([tmp_path], "a"))
     assert first_screen.table([row]).splitlines()[-1] == "| task |  | 10.0 ms |  | 1.20 x Liger | 3.0 (peer) → 2.0 |"
+
+
+def test_without_eager_all_of_a_row_is_of_the_best_peer_s_run(tmp_path):
+    h100, h200 = tmp_path / "h100", tmp_path / "h200"
+    model_file(h200, "lora.json", "NVIDIA H200", [("onepass", 8.0, 5.0), ("Liger", 12.0, 6.0), ("Unsloth", 16.0, 7.0)])
+    model_file(h100, "lora_peers.json", "NVIDIA H100 80GB", [("onepass", 10.0, 2.0), ("Liger", 12.0, 3.0)])
+    for folders in ([h200, h100], [h100, h200]):
+        row = first_screen.row_of("task", first_screen.runs_of_models(folders, "a"))
+        assert first_screen.table([row]).splitlines()[-1] == "| task (H100) |  | 10.0 ms |  | 1.20 x Liger | 3.0 (peer) → 2.0 |"
+
+
+def test_the_command_of_one_card_is_that_which_was_measured():
+    assert f"| `{first_screen.ONE_CARD}` | 71 GiB" in README
+    assert f"{first_screen.ONE_CARD}\n```\n\ntakes 71.2 GiB" in (ROOT / "docs" / "train" / "memory.md").read_text()
 
 
 def test_a_step_measured_without_its_fusions_brings_eager(tmp_path):

@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import onepass
+from onepass.fusion.cost import LaunchCost
+from onepass.fusion.report import FusedGroup, FusionReport, GraphReport, OperatorWork, UnfusedGroup
 from onepass.runtime.notebook import html_report
 
 
@@ -83,6 +85,19 @@ def test_a_profile_and_two(compared):
 
 def _advised(profile):
     return ["of onepass would apply", *(suggestion.call for suggestion in profile.suggestions)] if profile.suggestions else []
+
+
+def test_what_fuse_has_found():
+    report = FusionReport([])
+    assert Read(report._repr_html_()).lines == ["onepass.fuse: nothing compiled yet. Call the function first."]
+    work = OperatorWork(60, 1 << 10)
+    found, refused = FusedGroup("tanh", 16, "stack[0]", 0), UnfusedGroup("mm", 2, "why[/x]")
+    report.graphs.append(GraphReport([found], [refused], work, work, LaunchCost(1.0, 1.0), 0.5, backward=True))
+    read = Read(report._repr_html_())
+    assert read.rows[:2] == [["operator", "became one", "groups", "how", "copied"], ["tanh", "16", "1", "stack[0]", "nothing"]]
+    assert read.rows[2:] == [["operator", "times", "why"], ["mm", "2", "why[/x]"]]
+    assert read.lines[0].startswith("operators 60 -> 60, bytes")
+    assert "why[/x]" in str(report) and "stack[0]" in str(report)
 
 
 def test_what_apply_has_done():

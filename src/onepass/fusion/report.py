@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from onepass.fusion.cost import LaunchCost
 from onepass.fusion.side_by_side import PackedParameters
+from onepass.runtime.notebook import html_report
 
 _WIDTH = 118
 
@@ -87,15 +88,23 @@ class FusionReport:
     def __str__(self) -> str:
         return _as_text(self)
 
+    def _repr_html_(self) -> str:
+        return html_report(*_parts(self))
+
 
 # ---- tables, one set for each graph ----
 
 
 def _shown(report: FusionReport) -> RenderableType:
+    return Group(*_parts(report))
+
+
+def _parts(report: FusionReport) -> Iterator[Table | str]:
+    """Yield tables and lines of rich's markup, in which what stands for itself is escaped."""
     if not report.graphs:
-        return Text("onepass.fuse: nothing compiled yet. Call the function first.")
-    of = len(report.graphs)
-    return Group(*(part for i, graph in enumerate(report.graphs) for part in _graph(graph, f"graph {i + 1} of {of}")))
+        yield "onepass.fuse: nothing compiled yet. Call the function first."
+    for i, graph in enumerate(report.graphs):
+        yield from _graph(graph, f"graph {i + 1} of {len(report.graphs)}")
 
 
 def _as_text(report: FusionReport) -> str:
@@ -104,7 +113,7 @@ def _as_text(report: FusionReport) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _graph(graph: GraphReport, title: str) -> Iterator[RenderableType]:
+def _graph(graph: GraphReport, title: str) -> Iterator[Table | str]:
     passes = "forward and backward" if graph.backward else "forward"
     if graph.found:
         table = Table(title=f"onepass.fuse, {title} ({passes}): fused", title_justify="left", expand=False)
@@ -112,16 +121,16 @@ def _graph(graph: GraphReport, title: str) -> Iterator[RenderableType]:
             table.add_column(title, justify="right" if right else "left")
         for group, groups in Counter(graph.found).items():
             copied = _size(group.copied) if group.copied else "nothing"
-            table.add_row(group.operator, str(group.lanes), str(groups), group.how, copied)
+            table.add_row(escape(group.operator), str(group.lanes), str(groups), escape(group.how), copied)
         yield table
     else:
-        yield Text(f"onepass.fuse, {title} ({passes}): nothing to fuse. It was compiled as torch.compile compiles it.")
+        yield f"onepass.fuse, {title} ({passes}): nothing to fuse. It was compiled as torch.compile compiles it."
     if graph.refused:
         table = Table("operator", "times", "why", title="left as it was", title_justify="left")
         for (operator, why), times in _summed(graph.refused).items():
-            table.add_row(operator, str(times), why)
+            table.add_row(escape(operator), str(times), escape(why))
         yield table
-    yield Text("\n".join(_lines(graph)))
+    yield escape("\n".join(_lines(graph)))
 
 
 def _lines(graph: GraphReport) -> Iterator[str]:
