@@ -7,6 +7,7 @@ A Llama of 124M in bf16, 8 x 1024 random tokens, Trainer's defaults: fused AdamW
     eager               the model as transformers has it
     liger               Liger's kernels, where they are installed
     compile             TrainingArguments(torch_compile=True)
+    compile, CUDA graphs           the same with torch_compile_mode="reduce-overhead"
     onepass             huggingface.apply(model)
     onepass graph       huggingface.apply(model, graph=True)
     onepass graph, no filter       the same with TrainingArguments(logging_nan_inf_filter=False), which waits for no GPU
@@ -42,8 +43,8 @@ from onepass.bench.peers import imported
 from onepass.integrations import huggingface
 
 WAYS = (
-    "eager", "liger", "compile", "onepass", "onepass graph", "onepass graph, no filter", "onepass graph, main_grad",
-    "graphed_step",
+    "eager", "liger", "compile", "compile, CUDA graphs", "onepass", "onepass graph", "onepass graph, no filter",
+    "onepass graph, main_grad", "graphed_step",
 )  # fmt: skip
 RATE, WARM, ROUNDS = 1e-4, 20, 5
 MODEL = {
@@ -116,8 +117,9 @@ def by_trainer(way: str, args: argparse.Namespace, clock: Clock) -> tuple[float,
     with tempfile.TemporaryDirectory() as folder:
         given = TrainingArguments(
             folder, per_device_train_batch_size=args.rows, max_steps=count, learning_rate=RATE, report_to=[], save_strategy="no",
-            logging_steps=count, disable_tqdm=True, use_cpu=args.small, torch_compile=way == "compile",
-            train_sampling_strategy="sequential",
+            logging_steps=count, disable_tqdm=True, use_cpu=args.small, train_sampling_strategy="sequential",
+            torch_compile=way.startswith("compile"),
+            torch_compile_mode="reduce-overhead" if way == "compile, CUDA graphs" else None,
             max_grad_norm=0.0 if "main_grad" in way else 1.0, logging_nan_inf_filter=not way.endswith(("no filter", "main_grad")),
         )  # fmt: skip
         rows = RandomRows(count, args.rows, args.length, model.config.vocab_size)

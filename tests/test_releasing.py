@@ -20,8 +20,12 @@ CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 RECIPE = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())
 
 
+PUBLISH = ROOT / ".github" / "workflows" / "publish.yml"
+
+
 def steps(workflow):
-    return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job["steps"]]
+    """The steps of its jobs. A job that is another workflow has none."""
+    return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job.get("steps", [])]
 
 
 def test_the_version_is_that_of_pyproject():
@@ -55,7 +59,7 @@ def test_a_workflow_may_read_and_no_more(workflow):
         assert job.get("permissions", {}) in ({}, {"contents": "read"}, {"id-token": "write"})
         if "id-token" in job.get("permissions", {}):
             assert job["environment"] and job["needs"] and not [step for step in job["steps"] if "run" in step]
-        for step in job["steps"]:
+        for step in job.get("steps", []):
             assert step.get("uses", "").startswith("actions/checkout@") <= ("persist-credentials" in step.get("with", {}))
 
 
@@ -72,8 +76,8 @@ def test_a_workflow_calls_what_exists(workflow):
 
 def test_the_publishing_workflow_wants_the_tag_to_be_the_version(tmp_path):
     """As the shell runs it: with the right tag and a date, with a placeholder, and with another tag."""
-    (dated,) = [step["run"] for step in steps(WORKFLOWS[-1]) if "changelog" in step.get("name", "")]
-    (named,) = [step["run"] for step in steps(WORKFLOWS[-1]) if "tag" in step.get("name", "")]
+    (dated,) = [step["run"] for step in steps(PUBLISH) if "changelog" in step.get("name", "")]
+    (named,) = [step["run"] for step in steps(PUBLISH) if "tag" in step.get("name", "")]
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist" / "onepass-1.2.0.tar.gz").touch()
 
@@ -84,6 +88,39 @@ def test_the_publishing_workflow_wants_the_tag_to_be_the_version(tmp_path):
 
     assert passes(dated, "v1.2.0") and passes(named, "v1.2.0")
     assert not passes(dated, "v1.2.0", "YYYY-MM-DD") and not passes(dated, "v1.3.0") and not passes(named, "v1.3.0")
+
+
+def test_a_tag_is_published_after_every_check():
+    jobs = yaml.safe_load(PUBLISH.read_text())["jobs"]
+    assert jobs["publish"]["needs"] == "build" and jobs["build"]["needs"] == "checks"
+    called = ROOT / jobs["checks"]["uses"]
+    assert "workflow_call" in yaml.safe_load(called.read_text())[True]
+    assert ".ci/run" in [step.get("run") for step in steps(called)]
+    commands = [step.get("run") for step in steps(PUBLISH)]
+    assert commands.index(".ci/readme") < commands.index(".ci/release dist")
+
+
+def test_the_readme_of_a_release_has_links_that_an_index_can_follow(tmp_path):
+    for name in (".ci/readme", "README.md", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for folder in ("docs", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "examples", "SECURITY.md"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+
+    def run():
+        return subprocess.run([sys.executable, tmp_path / ".ci" / "readme"], capture_output=True, text=True)
+
+    assert "[project.urls]" in run().stderr and (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+    address = "https://host.example/onepass"
+    with (tmp_path / "pyproject.toml").open("a") as project:
+        project.write(f'\n[project.urls]\nRepository = "{address}/"\n')
+    assert run().returncode == 0
+    text, version = (tmp_path / "README.md").read_text(), PROJECT["version"]
+    links = re.findall(r'\]\(([^)\s]+)\)|\b(?:href|src|srcset)="([^"]+)"', text)
+    assert not [link for link in map("".join, links) if not link.startswith(("https://", "#"))]
+    assert f'src="{address}/raw/v{version}/docs/images/steps-light.svg"' in text
+    assert f"]({address}/blob/v{version}/docs/lora.md#what-it-brings)" in text
+    assert re.sub(f"{address}/(blob|raw)/v{version}/", "", text) == (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)

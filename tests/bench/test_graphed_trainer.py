@@ -45,6 +45,29 @@ def test_a_run(bench, ticking, tmp_path, monkeypatch, capsys):
     assert "Trainer, 2 x 8, 6" in capsys.readouterr().out
 
 
+class _Given(Exception):
+    """The arguments that Trainer was given."""
+
+
+@pytest.mark.parametrize(
+    ("way", "compiled"),
+    [("compile", (True, None)), ("compile, CUDA graphs", (True, "reduce-overhead")), ("eager", (False, None))],
+)
+def test_the_compiler_runs_with_cuda_graphs_and_without(bench, way, compiled, monkeypatch):
+    import transformers
+
+    def trainer(args, **_):
+        raise _Given(args)
+
+    monkeypatch.setattr(transformers, "Trainer", trainer)
+    monkeypatch.setattr(bench, "model_of", mock.Mock())
+    monkeypatch.setattr(bench, "RandomRows", mock.Mock())
+    with mock.patch.dict("os.environ"), pytest.raises(_Given) as raised:  # TrainingArguments sets variables
+        bench.by_trainer(way, mock.Mock(steps=1, rows=1, small=True), mock.Mock())
+    given = raised.value.args[0]
+    assert way in bench.WAYS and (given.torch_compile, given.torch_compile_mode) == compiled
+
+
 def test_lengths_change_from_batch_to_batch(bench):
     rows = bench.RandomRows(3, 2, [8, 6], 100)
     assert [len(rows[at]["input_ids"]) for at in range(len(rows))] == [8, 8, 6, 6, 8, 8]

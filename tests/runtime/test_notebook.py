@@ -112,3 +112,21 @@ def test_what_apply_has_done():
     assert read.caption == "onepass in LlamaForCausalLM"
     assert read.rows[0] == ["", "class", "part", "by", "left, because"]
     assert ["lm_head", "Linear", "loss", "linear_cross_entropy", ""] in read.rows
+
+
+def test_names_in_brackets_are_no_markup():
+    pytest.importorskip("transformers")
+    from onepass.integrations.huggingface.applied import Applied
+    from onepass.integrations.huggingface.patches import AppliedRow, Patches
+
+    model = type("Model[bf16]", (torch.nn.Linear,), {})(1, 1)
+    left = AppliedRow("layer[/x]", "MLP[bf16]", "mlp", None, "its forward is [/x]")
+    applied = Applied(model, Patches(), [left, AppliedRow("norm", "MLP[bf16]", "norm", "norm[0]")])
+    read = Read(applied._repr_html_())
+    assert read.caption == "onepass in Model[bf16]"
+    assert read.rows[1:] == [
+        ["layer[/x]", "MLP[bf16]", "mlp", "", "its forward is [/x]"], ["norm", "MLP[bf16]", "norm", "norm[0]", ""],
+    ]  # fmt: skip
+    narrow = html_report(applied.table(narrow=True))
+    for shown in (str(applied), narrow):
+        assert all(text in shown for text in ("Model[bf16]", "layer[/x]", "MLP[bf16]", "norm[0]", "is [/x]"))

@@ -28,6 +28,7 @@ MOVED = {
     "parallel.collectives": "distributed.collectives",
     "parallel.tensor_parallel": "distributed.tensor_parallel",
     "parallel.vocab_shards": "distributed.collectives",
+    "train.threads": "runtime.cpu_threads",
 }
 
 

@@ -9,6 +9,7 @@ from shutil import get_terminal_size
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -129,16 +130,17 @@ class Applied:
 
     def table(self, narrow: bool = False) -> Table:
         """Return the report. narrow: for 80 columns, with fewer of its own, so that names stay whole."""
-        title = f"onepass in {type(self.model).__name__}"
+        title = escape(f"onepass in {type(self.model).__name__}")
         made = Table(title=title, title_justify="left")
         for heading in ("", "part", "by, or left because") if narrow else ("", "class", "part", "by", "left, because"):
             made.add_column(heading, no_wrap=heading in ("", "part"))
         for names, row in _grouped(self.rows):
             folded = _folded(names)
             if narrow:
-                made.add_row(f"{folded}\n  {row.kind}", row.part, row.by or f"left: {row.why}")
+                cells = [f"{folded}\n  {row.kind}", row.part, row.by or f"left: {row.why}"]
             else:
-                made.add_row(folded, row.kind, row.part, row.by or "", row.why or "")
+                cells = [folded, row.kind, row.part, row.by or "", row.why or ""]
+            made.add_row(*map(escape, cells))
         return made
 
 
