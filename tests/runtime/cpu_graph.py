@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onepass.gradients import graph_surroundings
+
 _WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
 _CAPTURES = [
     f"onepass.{module}.is_capturing"
@@ -101,6 +103,7 @@ def install(monkeypatch, module, may_wait=False):
     monkeypatch.setattr(module, "capture", capture)
     monkeypatch.setattr(module, "side_stream", beside)
     monkeypatch.setattr(module, "free_memory", lambda device: None)
-    monkeypatch.setattr(module, "has_graphs", lambda device: device.type == "cpu")
+    owner = module if hasattr(module, "has_graphs") else graph_surroundings
+    monkeypatch.setattr(owner, "has_graphs", lambda device: device.type == "cpu")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
     return captured

@@ -1,7 +1,11 @@
 """Graphs of forward and backward by shape, with the stand-in for a CUDA graph: whole loops, beside the same without."""
 
 import copy
+import gc
+import random
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from runtime import cpu_graph
@@ -12,6 +16,7 @@ import onepass
 from onepass.gradients import graphed_calls as module
 from onepass.gradients.graphed_calls import GraphedCalls
 from onepass.parallel import AdamW, MainGrads
+from onepass.runtime.cuda_graph import whole_step
 from onepass.runtime.dispatch import NotTwiceDifferentiable
 
 SIZE, ROWS, WARM = 6, 5, 3
@@ -232,7 +237,7 @@ def test_a_call_before_the_last_ones_backward_runs_as_it_is(graphs):
     graphed, made = replaying()
     first, second = batches(2)
     one, other = graphed(first)["loss"], graphed(second)["loss"]
-    assert graphed.said == ["a call before the last one's backward"]
+    assert graphed.said == ["a call before the last one's backward, whose result is still alive (delete what gets no backward)"]
     (one + other).backward()
     found = [parameter.grad.clone() for parameter in made.parameters()]
     made.zero_grad()
@@ -321,6 +326,22 @@ class Sub(torch.Tensor):
     pass
 
 
+class Config:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+
+class Scaled(nn.Module):
+    """What Python computes with, and decides by, in a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.function, self.config, self.scaling = 1.0, torch.tanh, Config(), {"default": 1.0}
+
+    def forward(self, x):
+        return self.scaling["default"] * self.config.scale * self.scale * self.function(x)
+
+
 @pytest.mark.parametrize(
     ("change", "x", "reason"),
     [
@@ -349,11 +370,19 @@ def test_reasons_are_said_once(change, x, reason, graphs):
         (lambda made: made[1].eval(), True),
         (lambda made: made.__setitem__(1, nn.ReLU()), True),
         (lambda made: made[0].register_parameter("bias", None), True),
-        (lambda made: made.load_state_dict(model().state_dict()), False),
+        (lambda made: setattr(made[0].weight, "data", made[0].weight.data.t().contiguous().t()), True),
+        (lambda made: setattr(made[1], "scale", 2.0), True),
+        (lambda made: setattr(made[1], "function", torch.exp), True),
+        (lambda made: setattr(made[1].config, "scale", 3.0), True),
+        (lambda made: setattr(made[1], "config", Config(3.0)), True),
+        (lambda made: made[1].scaling.update(default=2.0), True),  # as PEFT's set_scale
+        (lambda made: made.load_state_dict({**made.state_dict(), **model().state_dict()}), False),
     ],
 )
 def test_a_model_that_has_changed_is_captured_anew(change, again, graphs):
-    graphed, made = replaying()
+    made = model()
+    made[1] = Scaled()
+    graphed, _ = replaying(made)
     change(made)
     other = copy.deepcopy(made)
     for x in batches(WARM + 2):
@@ -374,7 +403,170 @@ def test_a_model_that_changes_all_the_time_is_left_alone(graphs):
         made[0].weight.data = made[0].weight.data.clone()
         for x in batches(WARM + 1):
             graphed(x)["loss"].backward()
-    assert len(graphs) == 2 * 4 and graphed.said == ["a model that was changed again and again after captures"]
+    assert len(graphs) == 2 * 4 and graphed.said == ["a model that changes again and again"]
+
+
+def test_a_model_that_changes_at_each_call_is_left_alone(graphs):
+    made = model()
+    graphed = Graphed(made, max_graphs=1)
+    for at, x in enumerate(batches(6)):
+        made[1].calls = at
+        graphed(x)["loss"].backward()
+    assert not graphs and graphed.said == ["a model that changes again and again"]
+
+
+def test_dropouts_rate_is_read_at_each_call():
+    made = model()
+    made.append(nn.Dropout(0.5))
+    graphed, _ = replaying(made)
+    made[3].p = 1.0
+    assert graphed(batches(1)[0])["loss"] == 0
+
+
+def test_a_weight_of_one_place_and_another_layout():
+    made = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh())
+    graphed, _ = replaying(made)
+    made[0].weight.data = made[0].weight.data.t()
+    x = batches(1)[0]
+    assert torch.equal(graphed(x)["loss"], graphed.forward(x)["loss"])
+
+
+def test_two_shapes_of_a_model_whose_weights_were_replaced():
+    graphed, made = replaying()
+    for x in batches(WARM + 1, (7,)):
+        graphed(x)["loss"].backward()
+    before = set(graphed.calls._grads.values())
+    for parameter in made.parameters():
+        parameter.data = parameter.data.clone()
+    made.zero_grad()
+    trained(graphed, made, batches(2 * WARM + 4, (ROWS, 7)))
+    assert graphed.calls.graphs == 2
+    one, other = (shape.graphs.grads for shape in graphed.calls._shapes.values())
+    assert [a.data_ptr() for a in one] == [b.data_ptr() for b in other]
+    assert not before & set(graphed.calls._grads.values())
+
+
+def test_another_main_grad_is_another_place():
+    made = model()
+    weight = made[2].weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(3, 8), False
+    graphed, _ = replaying(made)
+    weight.main_grad = torch.zeros(3, 8)
+    graphed(batches(1)[0])["loss"].backward()
+    assert weight.main_grad.any()
+
+
+def test_kinds_of_numbers_are_kinds_of_shapes():
+    made = model()
+    graphed = Graphed(made, lambda x: {"loss": made(x.float()).mean(), "more": x + 1})
+    for _ in range(WARM + 1):
+        for dtype in (torch.float32, torch.int64):
+            graphed(torch.ones(ROWS, SIZE, dtype=dtype))["loss"].backward()
+    assert graphed.calls.graphs == 2 and graphed(torch.ones(ROWS, SIZE, dtype=torch.int64))["more"].dtype == torch.int64
+
+
+# ---- captures that fail ----
+
+
+@pytest.mark.parametrize("draw", (random.random, np.random.rand), ids=("python", "numpy"))
+def test_what_a_call_draws_on_the_cpu_is_drawn_at_each(draw):
+    random.seed(1), np.random.seed(1)
+    made = model()
+    graphed = Graphed(made, lambda x: {"loss": made(x).square().mean() * draw()})
+    x, found = batches(1)[0], []
+    for _ in range(2 * WARM + 4):
+        loss = graphed(x)["loss"]
+        loss.backward()
+        found.append(loss.item())
+    random.seed(1), np.random.seed(1)
+    assert found == [graphed.forward(x)["loss"].item() for _ in found]  # a capture that failed has drawn nothing
+    assert graphed.said == ["a shape whose capture failed: it draws random numbers on the CPU, which a replay can't draw anew"]
+
+
+def test_hooks_on_saved_tensors_run_at_each_call():
+    graphed, _ = replaying()
+    packed = []
+    for x in batches(2):
+        before = len(packed)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
+            graphed(x)["loss"].backward()
+        assert len(packed) > before
+    assert graphed.said == ["hooks on saved tensors, which a replay would not call"]
+
+
+def test_a_part_of_a_whole_steps_graph_has_none(graphs):
+    made = model()
+    graphed = Graphed(made)
+    with whole_step():
+        trained(graphed, made, batches(WARM + 2))
+    assert not graphs and not graphed.said
+    trained(graphed, made, batches(WARM + 2))
+    assert graphed.calls.graphs == 1
+
+
+def deep_or_not():
+    """A module, and its calls: those of seven rows use one weight more."""
+    made = model()
+    made.append(nn.Linear(3, 3))
+    return made, Graphed(made, lambda x: {"loss": (made(x) if x.shape[0] == 7 else made[:3](x)).square().mean()})
+
+
+def test_each_shape_has_its_own_weights():
+    _, graphed = deep_or_not()
+    for x in batches(12, (7, ROWS)):
+        graphed(x)["loss"].backward()
+    assert graphed.calls.graphs == 2 and not graphed.said
+
+
+def test_of_two_calls_before_their_backwards_both_have_all_weights():
+    """A backward that is another call's would hide what a reentrant checkpoint trains."""
+    made, graphed = deep_or_not()
+    for x, y in zip(batches(WARM, (7,)), batches(WARM), strict=True):
+        (graphed(x)["loss"] + graphed(y)["loss"]).backward()
+    one, other = (shape.reached for shape in graphed.calls._shapes.values())
+    assert one == other == {id(parameter) for parameter in made.parameters()}
+
+
+def test_a_failed_capture_is_tried_once_more():
+    made, waits = model(), [True]
+    graphed = Graphed(made, lambda x: {"loss": made(x).square().mean() * (made(x).sum().item() if waits[0] else 1.0)})
+    for at, x in enumerate(batches(2 * WARM + 3)):
+        waits[0] = at <= WARM  # the first capture's call
+        graphed(x)["loss"].backward()
+    assert graphed.calls.graphs == 1 and not graphed.said
+
+
+def test_after_a_failed_capture_others_have_memory_of_their_own():
+    made = model()
+    graphed = Graphed(made, lambda x: {"loss": made(x).square().mean() * (made(x).sum().item() if x.shape[0] == 7 else 1.0)})
+    for rows in (7, ROWS):
+        for x in batches(2 * WARM + 2, (rows,)):
+            graphed(x)["loss"].backward()
+    assert graphed.calls.graphs == 1 and len(graphed.said) == 1
+
+
+def test_memory_that_can_not_be_freed_is_a_failed_capture(monkeypatch):
+    def free_memory(device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(module, "free_memory", free_memory)
+    made = model()
+    graphed = Graphed(made)
+    trained(graphed, made, batches(2 * WARM + 3))
+    assert graphed.said == ["a shape whose capture failed: operation not permitted when stream is capturing"]
+
+
+def test_what_is_forgotten_is_freed():
+    graphed, made = replaying()
+    graphed(batches(1, (7,))[0])["loss"].backward()  # the first of another shape
+    assert all(parameter._post_accumulate_grad_hooks for parameter in made.parameters())
+    shape = weakref.ref(next(iter(graphed.calls._shapes.values())))
+    graphed.calls.forget()
+    gc.collect()
+    assert shape() is None and graphed.calls._pool is None
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in made.parameters())
+    trained(graphed, made, batches(WARM + 1))
+    assert graphed.calls.graphs == 1
 
 
 @pytest.mark.parametrize(
@@ -398,7 +590,7 @@ def test_a_capture_that_fails_leaves_a_loop_as_it_is(inner, reason):
 def test_results_that_can_not_be_made_anew():
     made = model()
     graphed = Graphed(made, lambda x: {"loss": made(x).mean(), "cache": object()})
-    trained(graphed, made, batches(WARM + 3))
+    trained(graphed, made, batches(2 * WARM + 2))
     assert graphed.said == ["a shape whose capture failed: it returns a object, which a replay can't make anew"]
 
 

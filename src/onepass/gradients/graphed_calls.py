@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from onepass.gradients.graph_surroundings import CONSTANTS, Surroundings
 from onepass.gradients.graphs import Captured, graphed
 from onepass.gradients.main_grad import GradRequest, grad_requests, is_placeholder, keeps_main_grad
-from onepass.runtime.cuda_graph import capture, free_memory, side_stream
+from onepass.kernels.device_tables import is_capturing
+from onepass.runtime.cuda_graph import CpuGenerators, capture, current_step, free_memory, side_stream
 from onepass.runtime.dispatch import not_twice_differentiable
 
 _WARM = 3  # calls of a shape before its capture
-_CONSTANTS = bool, int, float, str, type(None)
+_TRIES = 2  # captures of a shape
 _TENSOR = object()  # in place of one
-_HARMLESS = "transformers.", "peft."  # packages whose hooks change nothing but tensors
-_PEFTS = "_disable_adapters", "_active_adapter", "merged_adapters"  # what Python decides in a layer with adapters
 
 
 class GraphedCalls:
@@ -46,8 +46,9 @@ class GraphedCalls:
     def __init__(self, say: Callable[[str], None], *, max_graphs: int = 8, loss: str = "loss") -> None:
         self._say, self._max_graphs, self._loss = say, max_graphs, loss
         self.reasons: dict[str, None] = {}
+        self.changes = 0  # how often the module was found changed
         self._shapes: dict[Hashable, _CallShape] = {}
-        self._surroundings: _Surroundings | None = None
+        self._surroundings: Surroundings | None = None
         self._grads: dict[int, Tensor] = {}  # by parameter: all graphs write them at one place
         self._left = 4 * max_graphs  # captures, of a module that changes all the time
         self._reached = _Reached()
@@ -69,6 +70,8 @@ class GraphedCalls:
     def supports(self, module: nn.Module) -> bool:
         """Whether the module's calls can have graphs. Forget those of a module that has changed since."""
         reason = self._look_at(module)
+        if current_step() is not None or is_capturing(self._device):  # a part of another graph
+            return False
         if reason is not None:
             self.leave(reason)
         return reason is None
@@ -76,24 +79,44 @@ class GraphedCalls:
     def run(self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what function(*args, **kwargs) does, which calls a module that is supported."""
         leaves, spec = tree_flatten((args, kwargs))
-        if (reason := _wrong_input(leaves, self._device)) is not None:
+        as_it_is = partial(self.run_without, function, args, kwargs)
+        if (reason := _wrong_input(leaves, self._device) or _hooks_on_saved_tensors()) is not None:
             self.leave(reason)
-            return function(*args, **kwargs)
+            return as_it_is()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shape = self._shape_of((spec, *map(_kind, leaves), *_autocast(self._device)), tensors)
-        if shape is None or shape.failed:
-            return function(*args, **kwargs)
+        if shape is None or shape.failures >= _TRIES:
+            return as_it_is()
         if self._running is not None and (running := self._running()) is not None and not running.ended:
-            self.leave("a call before the last one's backward")
-            return function(*args, **kwargs)
+            self.leave("a call before the last one's backward, whose result is still alive (delete what gets no backward)")
+            return as_it_is()
         warms = shape.graphs is None and shape.calls < _WARM
         if shape.graphs is None and not warms:
             statics = iter(shape.inputs)
             again = tree_unflatten([next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
             if not self._capture(module, shape, tensors, partial(function, *again[0], **again[1])):
-                return function(*args, **kwargs)
+                return as_it_is()
+        call = partial(self._warm, shape, function, args, kwargs) if warms else partial(self._replay, shape, tensors)
+        return self._beside(call)
+
+    def run_without(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what function(*args, **kwargs) does, without a graph, but on the graphs' stream.
+
+        What accumulates a gradient belongs to the stream of the call that made it, and lives with the call's result. One of
+        another stream would draw that stream into a capture, which then fails.
+        """
+        return self._beside(partial(function, *args, **kwargs))
+
+    def forget(self) -> None:
+        """Free the graphs and their memory, and take hooks off the parameters."""
+        self._shapes.clear()
+        self._grads.clear()
+        self._reached.stop()
+        self._pool = self._surroundings = self._running = None
+
+    def _beside(self, call: Callable[[], Any]) -> Any:
         with side_stream(self._device, self._stream) as self._stream:
-            found = self._warm(shape, function, args, kwargs) if warms else self._replay(shape, tensors)
+            found = call()
         for result in tree_flatten(found)[0]:
             if isinstance(result, Tensor) and result.is_cuda:
                 result.record_stream(torch.cuda.current_stream(self._device))
@@ -104,14 +127,14 @@ class GraphedCalls:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return "several ranks, whose reductions a graph would leave out"
         if self._surroundings is None or not self._surroundings.hold():
-            self._shapes.clear()
-            self._grads.clear()
-            self._reached.forget()
-            self._pool = None
-            self._surroundings = _Surroundings(module)
+            if self._surroundings is not None and self.graphs == 0:  # a capture counts by itself
+                self._left -= 1
+            self.forget()
+            self.changes += 1
+            self._surroundings = Surroundings(module)
             self._device = self._surroundings.device
         if self._left <= 0:
-            return "a model that was changed again and again after captures"
+            return "a model that changes again and again"
         return self._surroundings.unsupported
 
     def _shape_of(self, key: Hashable, tensors: list[Tensor]) -> _CallShape | None:
@@ -126,37 +149,43 @@ class GraphedCalls:
         """Run a call as it is, which warms up what a capture of its shape must find."""
         assert self._surroundings is not None
         shape.calls += 1
-        self._reached.watch(self._surroundings.trained)
+        self._reached.watch(self._surroundings.trained, shape.reached)
         return function(*args, **kwargs)
 
     def _capture(self, module: nn.Module, shape: _CallShape, tensors: list[Tensor], call: Callable[[], Any]) -> bool:
         """Capture the call and its backward, or note why that failed. Return whether it is captured."""
         assert self._surroundings is not None
-        for static, tensor in zip(shape.inputs, tensors, strict=True):
-            static.copy_(tensor)
         self._left -= 1
         self._reached.stop()
-        free_memory(self._device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        parameters = self._surroundings.trained
+        generators = CpuGenerators()
         try:
+            for static, tensor in zip(shape.inputs, tensors, strict=True):
+                static.copy_(tensor)
+            free_memory(self._device)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
             with graphed(module) as captured, side_stream(self._device, self._stream) as self._stream:
-                made = self._captured(parameters, call, captured)
+                made = self._captured(shape, self._surroundings.trained, call, captured)
+            if not generators.unchanged():
+                raise RuntimeError("it draws random numbers on the CPU, which a replay can't draw anew")
         except Exception as error:  # whatever it is, the call runs without a graph
-            shape.failed, self._pool = True, None  # pinned memory's allocator takes a failed capture to be going on in it
+            self._pool = None  # pinned memory's allocator takes a failed capture to be going on in it
             reason = str(error).partition("\n")[0] or type(error).__name__
         else:
             shape.graphs = made
             return True
-        self.leave(f"a shape whose capture failed: {reason}")  # outside of the error, whose frames keep the capture's memory
+        generators.restore()
+        shape.failures, shape.calls = shape.failures + 1, 0  # once more: results from before the first call may have been alive
+        shape.reached.clear()
+        if shape.failures >= _TRIES:  # outside of the error, whose frames keep the capture's memory
+            self.leave(f"a shape whose capture failed: {reason}")
         return False
 
-    def _captured(self, parameters: list[Tensor], call: Callable[[], Any], captured: Captured) -> _Graphs:
-        with _fresh_casts(self._device):
+    def _captured(self, shape: _CallShape, parameters: list[Tensor], call: Callable[[], Any], captured: Captured) -> _Graphs:
+        with fresh_casts(self._device):
             forward, found = capture(call, self._device, self._pool)
         leaves, spec = tree_flatten(found)
-        others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS))]
+        others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]
         if others:
             raise RuntimeError(f"it returns a {others[0]}, which a replay can't make anew")
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -164,7 +193,7 @@ class GraphedCalls:
         incoming = [torch.zeros_like(results[place]) for place in asked]
         call = partial(self._backward, [results[place] for place in asked], parameters, incoming)
         backward, grads = capture(call, self._device, self._pool)
-        self._reached.check(parameters, grads)
+        _check_reached(shape.reached, parameters, grads)
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None and not is_placeholder(grad):
                 self._grads.setdefault(id(parameter), grad)
@@ -271,42 +300,48 @@ def _check_pass(running: _Running, incoming: tuple[Tensor | None, ...]) -> None:
 
 
 class _Reached:
-    """Which parameters get a gradient in backwards of calls that warm up.
+    """Notes which parameters get a gradient in backwards of calls that warm up, for the shapes of these calls.
 
     A reentrant checkpoint runs a backward of its own, of which torch.autograd.grad, and so a capture, knows nothing.
     """
 
     def __init__(self) -> None:
-        self._ids: set[int] = set()
+        self._shapes: list[set[int]] = []  # of calls whose backward may be the next one: ids of parameters
+        self._noted = False  # whether a backward has come since the last call
         self._handles: list[Any] = []
 
-    def watch(self, parameters: list[Tensor]) -> None:
+    def watch(self, parameters: list[Tensor], ids: set[int]) -> None:
         if not self._handles:
             self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in parameters]
+        self._shapes = [ids] if self._noted else [*self._shapes, ids]
+        self._noted = False
 
     def _note(self, parameter: Tensor) -> None:
-        self._ids.add(id(parameter))
+        self._noted = True
+        for ids in self._shapes:
+            ids.add(id(parameter))
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._shapes = [], []
 
-    def forget(self) -> None:
-        self.stop()
-        self._ids.clear()
 
-    def check(self, parameters: list[Tensor], grads: list[Tensor | None]) -> None:
-        if any(grad is None and id(parameter) in self._ids for parameter, grad in zip(parameters, grads, strict=True)):
-            raise RuntimeError("weights get gradients by a backward within the backward: checkpointing needs use_reentrant=False")
+def _check_reached(ids: set[int], parameters: list[Tensor], grads: list[Tensor | None]) -> None:
+    if any(grad is None and id(parameter) in ids for parameter, grad in zip(parameters, grads, strict=True)):
+        raise RuntimeError(
+            "weights had gradients before that they have not in the capture: checkpointing needs use_reentrant=False, and all "
+            "calls of a shape must use the same weights"
+        )
 
 
 @dataclass
 class _CallShape:
     inputs: list[Tensor]
-    calls: int = 0
-    failed: bool = False
+    calls: int = 0  # which warmed up
+    failures: int = 0
     graphs: _Graphs | None = None
+    reached: set[int] = field(default_factory=set)  # ids of parameters that got gradients
 
 
 @dataclass
@@ -329,82 +364,6 @@ class _Graphs:
         return tree_unflatten([next(each) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
 
-class _Surroundings:
-    """What graphs take for given of a module: its parts, where its weights are, which are trained, and what Python decides."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self._parameters = list(module.parameters())
-        self._tensors = [*self._parameters, *module.buffers()]
-        self.trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self.unsupported = self._unsupported()
-        self._state = self._now()
-
-    def hold(self) -> bool:
-        return self._now() == self._state
-
-    def _now(self) -> list[Any]:
-        places = map(_place_of, self._tensors)
-        return [*map(_state_of_module, self._modules), *places, *map(_state_of_parameter, self._parameters)]
-
-    def _unsupported(self) -> str | None:
-        if not self.trained:
-            return "a model without a trained weight"
-        kinds = {type(parameter).__name__ for parameter in self._parameters if type(parameter) not in (Tensor, nn.Parameter)}
-        if kinds:
-            return f"weights that are {' or '.join(sorted(kinds))}s"
-        devices = sorted({str(tensor.device) for tensor in self._tensors})
-        if len(devices) > 1 or not has_graphs(self.device):
-            return f"weights on {' and '.join(devices)}"
-        if any(hook for module in self._modules for hook in _hooks_of(module)):
-            return "hooks on modules, which a replay would not call"
-        if any(parameter._backward_hooks for parameter in self._parameters):  # a capture would call them too
-            return "hooks on weights' gradients"
-        owners = [each.main_grads() for each in self.trained if hasattr(each, "main_grads")]
-        if any(owner is not None and owner.releases for owner in owners):
-            return "gradients whose memory is released"
-        return None
-
-
-def has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _hooks_of(module: nn.Module) -> list[Any]:
-    """Return hooks that may do more than what a graph keeps of them."""
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return [hook for hooks in kinds if hooks for hook in hooks.values() if not (_package_of(hook) or "").startswith(_HARMLESS)]
-
-
-def _package_of(hook: Any) -> str | None:
-    return getattr(hook, "__module__", None)
-
-
-def _state_of_module(module: nn.Module) -> tuple[Any, ...]:
-    own = module.__dict__
-    return (
-        module.training,
-        own.get("forward"),
-        *map(id, module._modules.values()),
-        *map(id, module._parameters.values()),
-        *map(id, module._buffers.values()),
-        len(module._forward_hooks) + len(module._forward_pre_hooks),
-        len(module._backward_hooks) + len(module._backward_pre_hooks),
-        *(repr(own[name]) for name in _PEFTS if name in own),
-        own.get("p"),  # of dropout
-    )
-
-
-def _place_of(tensor: Tensor) -> int:
-    return tensor.data_ptr()
-
-
-def _state_of_parameter(parameter: Any) -> tuple[Any, ...]:
-    main_grad = getattr(parameter, "main_grad", None)
-    return parameter.requires_grad, bool(parameter._backward_hooks), None if main_grad is None else main_grad.data_ptr()
-
-
 # ---- what a call is given ----
 
 
@@ -416,7 +375,7 @@ def _wrong_input(leaves: list[Any], device: torch.device) -> str | None:
     """Return why inputs can't be a graph's."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            if not isinstance(leaf, _CONSTANTS):
+            if not isinstance(leaf, CONSTANTS):
                 return f"a {type(leaf).__name__} among the inputs"
         elif type(leaf) is not Tensor or leaf.requires_grad:
             return "an input that requires a gradient" if leaf.requires_grad else f"a {type(leaf).__name__} among the inputs"
@@ -425,11 +384,16 @@ def _wrong_input(leaves: list[Any], device: torch.device) -> str | None:
     return None
 
 
+def _hooks_on_saved_tensors() -> str | None:
+    there = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return "hooks on saved tensors, which a replay would not call" if there else None
+
+
 def _autocast(device: torch.device) -> tuple[Hashable, ...]:
     return (torch.get_autocast_dtype(device.type),) if torch.is_autocast_enabled(device.type) else ()
 
 
-def _fresh_casts(device: torch.device) -> AbstractContextManager[Any]:
+def fresh_casts(device: torch.device) -> AbstractContextManager[Any]:
     """Let autocast take no weight that was cast before, and keep none: replays must cast them anew."""
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -62,6 +65,30 @@ def restored_generator(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_rng_state(before, device)
+
+
+class CpuGenerators:
+    """What the CPU's random generators, PyTorch's, Python's and NumPy's, are about to draw."""
+
+    def __init__(self) -> None:
+        self._numpy = sys.modules.get("numpy")  # where nobody imported it, nobody draws by it
+        self._states = self._now()
+
+    def _now(self) -> list[Any]:
+        numpy = [] if self._numpy is None else [self._numpy.random.get_state()]
+        return [random.getstate(), torch.get_rng_state(), *numpy]
+
+    def unchanged(self) -> bool:
+        (python, made, *numpy), (python_then, made_then, *numpy_then) = self._now(), self._states
+        return python == python_then and torch.equal(made, made_then) and pickle.dumps(numpy) == pickle.dumps(numpy_then)
+
+    def restore(self) -> None:
+        """Let them draw the same numbers again."""
+        python, made, *numpy = self._states
+        random.setstate(python)
+        torch.set_rng_state(made)
+        if self._numpy is not None:
+            self._numpy.random.set_state(*numpy)
 
 
 def free_memory(device: torch.device) -> None:

@@ -10,6 +10,8 @@ import transformers
 from integrations.huggingface.families import VOCABULARY, made, step
 from integrations.huggingface.trainer import trained
 from runtime import cpu_graph
+from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.dropout import Dropout
 
 import onepass
@@ -215,15 +217,152 @@ def test_a_model_that_looks_ahead_is_not_padded():
     assert shape.inputs[0].shape == (2, 13) and model._onepass_graphs.causal is False
 
 
+def test_whether_a_model_looks_ahead_is_not_known_of_weights_that_are_zeros(caplog):
+    caplog.set_level(logging.INFO, "onepass")
+    model, _, _ = pair()
+    for layer in model.model.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+    tokens, graphs = ids(tokens=13), model._onepass_graphs
+    graphed_steps(model, 1, input_ids=tokens, labels=tokens)
+    assert graphs.causal is None and not caplog.messages
+    for layer in model.model.layers:
+        nn.init.ones_(layer.self_attn.o_proj.weight)
+    graphed_steps(model, 1, input_ids=tokens, labels=tokens)
+    assert graphs.causal is True
+    model.config.attention_dropout = 0.5  # whatever changes, that is tried again
+    model.model.layers[0].self_attn.is_causal = False
+    graphs.calls.supports(model)
+    graphed_steps(model, 1, input_ids=tokens, labels=tokens)
+    assert graphs.asked == 1
+
+
+def loss(model, **given):
+    return model(**given, use_cache=False).loss
+
+
+def ends_hidden(tokens=16, labelled=False):
+    given = ids(tokens=tokens)
+    mask = torch.ones_like(given)
+    mask[0, 10:] = 0
+    return {"input_ids": given, "labels": given if labelled else given.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def mean_of_all(logits, labels, vocab_size, **options):
+    summed = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    return summed / labels.numel()
+
+
+def test_a_loss_that_counts_all_tokens_is_of_rows_as_they_are():
+    model = made("Llama")
+    model.loss_function = mean_of_all
+    other = copy.deepcopy(model)
+    huggingface.apply(model, graph=True)
+    huggingface.apply(other)
+    tokens = ids(tokens=13)
+    torch.testing.assert_close(*(loss(each, input_ids=tokens, labels=tokens) for each in (model, other)))
+    torch.testing.assert_close(*(loss(each, **ends_hidden(13)) for each in (model, other)))
+    assert graph._is_causal(model, type(model).forward) is False  # by what it computes, whatever its name
+
+
+def test_another_loss_after_captures_is_taken():
+    model, _, other = pair()
+    tokens = ids(tokens=13)
+    graphed_steps(model, input_ids=tokens, labels=tokens)
+    model.loss_function = other.loss_function = mean_of_all
+    torch.testing.assert_close(*(loss(each, input_ids=tokens, labels=tokens) for each in (model, other)))
+
+
+@pytest.mark.parametrize("given_by", ("config", "argument"))
+def test_the_loss_that_balances_experts_counts_no_padding(given_by):
+    model, _, other = pair("Mixtral", output_router_logits=False)
+    given = ends_hidden()
+    graphed_steps(model, 1, **given)
+    assert model._onepass_graphs.causal
+    if given_by == "config":
+        model.config.output_router_logits = other.config.output_router_logits = True
+    else:
+        given["output_router_logits"] = True
+    one, theirs = (each(**given, use_cache=False) for each in (model, other))
+    torch.testing.assert_close(one.aux_loss, theirs.aux_loss, rtol=1e-5, atol=0)
+
+
+def test_labels_that_are_shifted_already_keep_the_mask():
+    model, _, other = pair()
+    given = ends_hidden()
+    given["shift_labels"] = torch.roll(given["input_ids"], -1, 1)  # with labels where the mask hides
+    torch.testing.assert_close(*(loss(each, **given) for each in (model, other)))
+
+
+def test_rows_are_no_longer_than_a_models_positions():
+    model, _, other = pair("GPT2", n_positions=50, n_layer=1)
+    for tokens in (49, 50):
+        given = {"input_ids": ids(tokens=tokens), "labels": ids(tokens=tokens)}
+        torch.testing.assert_close(*(loss(each, **given) for each in (model, other)))
+    (shape,) = model._onepass_graphs.calls._shapes.values()
+    assert shape.inputs[0].shape == (2, 50)
+    model.config.n_positions = 20
+    assert graph._length(model, 50) == 50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.model.embed_tokens, "neftune_noise_alpha", 5.0),
+        lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"),
+        lambda model: setattr(model.model.rotary_emb, "rope_type", {"full_attention": "longrope"}),
+        lambda model: model.model.add_module("statistics", nn.BatchNorm1d(2)),
+        lambda model: setattr(model.config, "output_hidden_states", True),
+    ],
+    ids=("noise", "rotation", "rotations", "statistics", "results"),
+)
+def test_rows_whose_length_counts_are_not_padded(change):
+    model, _, _ = pair()
+    change(model)
+    tokens = ids(tokens=13)
+    graphed_steps(model, 1, input_ids=tokens, labels=tokens)
+    (shape,) = model._onepass_graphs.calls._shapes.values()
+    assert shape.inputs[0].shape == (2, 13)
+
+
+def test_numbers_of_items_are_one_shape():
+    model, applied, other = pair()
+    tokens = ids()
+    for items in range(20, 32):
+        given = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": items}
+        losses = [loss(each, **given) for each in (model, other)]
+        torch.testing.assert_close(*losses)
+        losses[0].backward()
+    assert row(applied).by == "CUDA graphs of 1 shape" and row(applied).why is None
+
+
+def test_a_cache_is_left_out_by_the_loss_without_logits_alone(graphs):
+    model = made("Llama", use_cache=True)
+    applied = huggingface.apply(model, loss=False, graph=True)
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    assert row(applied).why == "calls without: a cache, which use_cache=False leaves out," and not graphs
+
+
+def test_none_is_given_where_it_says_something():
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, use_cache=None, scale=2.0):
+            found = super().forward(input_ids=input_ids, labels=labels, use_cache=use_cache)
+            found.loss = found.loss * (1.0 if scale is None else scale)
+            return found
+
+    model = made("Llama")
+    model.__class__ = Scaled
+    huggingface.apply(model, loss=False, graph=True)
+    twice, once = (loss(model, input_ids=ids(), labels=ids(), **given).item() for given in ({}, {"scale": None}))
+    assert twice == 2 * once
+
+
 def test_whether_a_model_is_causal_is_tried_without_a_trace():
     model, _, _ = pair()
     model.model.layers[0].eval()
     before = [part.training for part in model.modules()]
     state = torch.get_rng_state()
-    assert graph._is_causal(model, type(model).forward)
+    assert graph._is_causal(model, type(model).forward) is True
     assert [part.training for part in model.modules()] == before and torch.equal(torch.get_rng_state(), state)
-    model.config.output_router_logits = True
-    assert not graph._is_causal(model, type(model).forward)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +441,7 @@ def test_undo_takes_graphs_away(graphs):
     plain.load_state_dict(model.state_dict())
     agree(step(model, input_ids=tokens, labels=tokens), step(plain, input_ids=tokens, labels=tokens))
     assert [each.replays for each, _ in graphs] == replays
+    assert not applied.rows[-1].match.graphs.calls.graphs
 
 
 def test_wrappers_outlive_undo():
@@ -352,6 +492,8 @@ def test_peft_before_and_after(before, graphs):
             assert row(applied).by == "CUDA graphs of 1 shape" and len(graphs) == (2 if before else 4)
             with model.disable_adapter():
                 assert model(input_ids=tokens, labels=tokens).loss != found[0][0]
+            model.base_model.model.model.layers[0].mlp.down_proj.set_scale("default", 7.0)
+            assert loss(model, input_ids=tokens, labels=tokens) != found[0][0]
     agree(*found)
 
 

@@ -6,7 +6,8 @@ mask     A mask that hides nothing is left out: a graph can't look at it. One th
          model is causal and these tokens have no label: no other token sees them.
 length   Of a causal model each row is padded at its end, by tokens that have no label, to the next of eight lengths an octave.
 
-Whether a model is causal is tried once: another last token must leave all other tokens' logits as they are, to the bit.
+Whether a model is causal is tried: another last token must leave all other tokens' logits as they are, to the bit, another first
+one must not, and tokens without a label at the end must leave the loss. Where that can't be told, no row is changed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.gradients.graphed_calls import GraphedCalls
-from onepass.integrations.huggingface.loss import ModelForward
+from onepass.gradients.graphed_calls import GraphedCalls, fresh_casts
+from onepass.integrations.huggingface.loss import ModelForward, has_known_loss
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import parameters_of
 from onepass.kernels.philox import seeds_on_device
@@ -32,8 +33,11 @@ _GRAPHS = "_onepass_graphs"
 _MASK = "attention_mask"
 _IGNORED = -100
 _PADDED = {"input_ids": 0, "labels": _IGNORED, _MASK: 0}  # [rows, tokens], and what pads them
-_NOT_PADDED = {"num_items_in_batch", "use_cache"}
+_ITEMS = "num_items_in_batch"
+_NOT_PADDED = {_ITEMS, "use_cache"}
 _OF_DOCUMENTS = "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"
+_LIMITS = "max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "max_seq_len"  # a config's
+_LENGTH_ROTATES = "dynamic", "longrope"  # rotations that depend on the row's length
 _LEAST_STEP, _STEPS_AN_OCTAVE = 16, 8
 _TRIED = 16  # tokens
 
@@ -47,6 +51,7 @@ def add_graphs(model: nn.Module, patches: Patches) -> AppliedRow:
         raise ValueError(f"graph must be False for this {type(causal).__name__}, whose forward has been replaced, but is True")
     patches.set(causal, _GRAPHS, graphs)
     patches.set(causal, "forward", GraphedForward(causal), inert=True)
+    patches.on_undo(graphs.calls.forget)
     patches.on_undo(seeds_on_device().undo)  # backward and recomputation draw as their forward did
     return AppliedRow(name, type(causal).__name__, "graph", by="CUDA graphs", match=GraphMatch(causal, graphs))
 
@@ -94,20 +99,26 @@ class ModelGraphs:
     """The graphs of one model. A copy of the model begins without."""
 
     calls: GraphedCalls = field(default_factory=lambda: GraphedCalls(_say))
-    causal: bool | None = None  # None: not tried yet
+    causal: bool | None = None  # None: not known yet
+    asked: int = 0  # how often that was to be known
+    changes: int = 0  # of the model, when it was
     padded: bool = False  # whether that has been said
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModelGraphs, ()
 
     def __call__(self, model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
-        given = {name: value for name, value in given.items() if value is not None}
+        parameters = parameters_of(model)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        absent = {name for name, parameter in parameters.items() if given.get(name) is None and parameter.default is None}
+        given = {name: value for name, value in given.items() if name not in absent}
         reason = _reason(model, given)
         if reason is not None:
             self.calls.leave(reason)
-        if reason is not None or not self.calls.supports(model):
+        if not self.calls.supports(model):
             return forward(model, *args, **kwargs)
+        if reason is not None:
+            return self.calls.run_without(forward, (model, *args), kwargs)
         few = self._of_few_shapes(model, forward, given)
         outputs = self.calls.run(model, functools.partial(forward, model), (), few)
         tokens = given["input_ids"].shape[1] if few.get("input_ids") is not given.get("input_ids") else None
@@ -120,28 +131,42 @@ class ModelGraphs:
         mask, labels, ids = given.get(_MASK), given.get("labels"), given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             return given
+        if type(given.get(_ITEMS)) in (int, float) and has_known_loss(model):  # else each number is a shape
+            given = {**given, _ITEMS: torch.tensor(given[_ITEMS], device=ids.device)}
         alike = labels is None or (isinstance(labels, Tensor) and labels.shape == ids.shape)
         shown = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else None
         if shown is not None and alike:
             full, hides_ends = _look(shown, labels)
-            if full or (hides_ends and self._is_causal(model, forward)):
+            if full or (hides_ends and self._ends_are_free(model, forward, given)):
                 given = {name: value for name, value in given.items() if name != _MASK}
-        length = padded_length(ids.shape[1])
-        if length == ids.shape[1] or labels is None or not alike or not given.keys() <= {*_PADDED, *_NOT_PADDED}:
+        length = _length(model, ids.shape[1])
+        if length == ids.shape[1] or labels is None or not alike or (_MASK in given and shown is None):
             return given
-        if (_MASK in given and shown is None) or _has_more_results(model) or not self._is_causal(model, forward):
+        if _has_more_results(model) or _length_counts(model) or not self._ends_are_free(model, forward, given):
             return given
         if not self.padded:
             self.padded = True
             _log.info("graph: rows are padded to one of few lengths, %d tokens to %d and so on", ids.shape[1], length)
         return {name: _filled(name, value, length) for name, value in given.items()}
 
+    def _ends_are_free(self, model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> bool:
+        """Whether tokens without a label may come at the ends of rows, and be seen there."""
+        if not given.keys() <= {*_PADDED, *_NOT_PADDED} or not has_known_loss(model):
+            return False
+        if any(getattr(config, "output_router_logits", False) for config in _configs(model)):
+            return False  # the loss that balances experts has all tokens
+        return self._is_causal(model, forward)
+
     def _is_causal(self, model: Any, forward: Callable[..., Any]) -> bool:
+        if self.changes != self.calls.changes:
+            self.causal, self.asked, self.changes = None, 0, self.calls.changes
         if self.causal is None:
-            self.causal = _is_causal(model, forward)
-            if not self.causal:
+            self.asked += 1
+            if self.asked & (self.asked - 1) == 0:  # 1, 2, 4, 8 and so on: weights that were zeros are trained by then
+                self.causal = _is_causal(model, forward)
+            if self.causal is False:
                 _log.info("graph: rows are not padded, as the loss of this model's tokens may depend on later ones")
-        return self.causal
+        return bool(self.causal)
 
 
 def _say(reason: str) -> None:
@@ -153,8 +178,8 @@ def _reason(model: Any, given: dict[str, Any]) -> str | None:
     documents = [name for name in _OF_DOCUMENTS if name in given]
     if documents:
         return f"{documents[0]}, whose documents have to be counted,"
-    cached = given.get("use_cache", "labels" not in given and getattr(model.config, "use_cache", False))
-    if cached or "past_key_values" in given:
+    makes_none = not model.can_generate() or ("_onepass" in vars(model) and "labels" in given)  # as there are no logits
+    if given.get("use_cache", not makes_none and getattr(model.config, "use_cache", False)) or "past_key_values" in given:
         return "a cache, which use_cache=False leaves out,"
     return None
 
@@ -163,6 +188,28 @@ def _has_more_results(model: Any) -> bool:
     """Whether its results are more than a loss and logits, or have no names."""
     config = model.config
     return config.output_hidden_states or config.output_attentions or not getattr(config, "return_dict", True)
+
+
+def _configs(model: Any) -> list[Any]:
+    """Return the model's config, and those of its parts."""
+    return list({id(config): config for part in model.modules() if (config := vars(part).get("config")) is not None}.values())
+
+
+def _length(model: Any, tokens: int) -> int:
+    """Return the length that the model's rows of so many tokens get: no longer than the positions that it has."""
+    limits = [getattr(config, name, None) for config in _configs(model) for name in _LIMITS]
+    return max(tokens, min([padded_length(tokens), *(limit for limit in limits if isinstance(limit, int) and limit > 0)]))
+
+
+def _length_counts(model: Any) -> bool:
+    """Whether a longer row changes tokens before its end: by NEFTune's noise, by statistics, or by positions."""
+    for part in model.modules():
+        own = vars(part)
+        if "neftune_noise_alpha" in own or isinstance(part, nn.modules.batchnorm._BatchNorm):
+            return True
+        if "rope_type" in own and any(kind in repr(own["rope_type"]) for kind in _LENGTH_ROTATES):
+            return True
+    return False
 
 
 def padded_length(tokens: int) -> int:
@@ -185,20 +232,25 @@ def _look(mask: Tensor, labels: Tensor | None) -> tuple[bool, bool]:
     return full, hides_ends
 
 
-def _is_causal(model: Any, forward: Callable[..., Any]) -> bool:
-    """Whether no token sees a later one, in logits and in the loss: tried with a few tokens, of which the last one changes."""
-    if any(getattr(vars(part).get("config"), "output_router_logits", False) for part in model.modules()):
-        return False  # the loss that balances experts has all tokens
+def _is_causal(model: Any, forward: Callable[..., Any]) -> bool | None:
+    """Whether no token sees a later one, in logits and in the loss: tried with a few tokens. None: no token sees another."""
     training = [part for part in model.modules() if part.training]
     try:
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        ids = torch.arange(_TRIED, device=model.device)[None] % vocabulary
-        others = ids.clone()
-        others[:, -1] = (ids[:, -1] + 1) % vocabulary
+        count, vocabulary = min(_TRIED, _length(model, 1)), model.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(count, device=model.device)[None] % vocabulary
+        labels, kept = ids.clone(), count - count // 4
+        labels[:, kept:] = _IGNORED
         model.eval()
-        with torch.no_grad():
-            one, other = (forward(model, input_ids=each, use_cache=False).logits[:, :-1] for each in (ids, others))
-        return torch.equal(one, other)
+        with torch.no_grad(), fresh_casts(model.device):
+            call = functools.partial(forward, model, use_cache=False)
+            first, last = ids.clone(), ids.clone()
+            for other, place in ((first, 0), (last, -1)):
+                other[:, place] = (ids[:, place] + 1) % vocabulary
+            one, of_first, of_last = (call(input_ids=each).logits for each in (ids, first, last))
+            loss, padded = (call(input_ids=ids[:, :n], labels=labels[:, :n]).loss.float() for n in (kept, count))
+        if not torch.equal(one[:, :-1], of_last[:, :-1]) or not torch.allclose(loss, padded, rtol=1e-2):
+            return False
+        return None if torch.equal(one[:, 1:], of_first[:, 1:]) else True
     except Exception:  # a model that takes other inputs
         return False
     finally:

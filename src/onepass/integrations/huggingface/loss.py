@@ -174,6 +174,18 @@ def _kind_of(model: Any, head: Any) -> LossKind | str:
     return kinds.get(model.loss_function, "its loss is another than transformers' ForCausalLMLoss and ForMaskedLMLoss")
 
 
+def has_known_loss(model: Any) -> bool:
+    """Whether the model's loss is transformers' of language models, by onepass or not: tokens without a label don't count."""
+    shared = vars(model).get("_onepass")
+    if isinstance(shared, _HeadState):
+        return shared.code.kind is LossKind.INLINE or getattr(model.loss_function, "func", None) is _loss_function
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    stock = getattr(type(model), "loss_function", None) is PreTrainedModel.loss_function
+    return stock and model.loss_function is ForCausalLMLoss
+
+
 def _set(model: Any, head: Any, code: LossCode, snapshot: Snapshot, patches: Patches) -> None:
     from transformers.utils.generic import TransformersKwargs
 
