@@ -203,19 +203,21 @@ def gains(rows: dict[str, Row], folders: list[Path]) -> str:
     lines = ["| you | call | it brings | more |", "|---|---|---|---|"]
     for who, call, brings, *pages in (
         ("fine-tune a Hugging Face model", "`huggingface.apply(model)`", than_eager(rows["llama"]), "Hugging Face: huggingface"),
-        ("train adapters on one card", "the same, after PEFT's", than_eager(rows["lora"]), "LoRA and QLoRA: lora"),
+        ("train adapters on one card", "the same, beside `get_peft_model`", than_eager(rows["lora"]), "LoRA and QLoRA: lora"),
         ("train a mixture of experts", "the same", than_eager(rows["mixture"]), "Mixtures: experts"),
         (
-            "fine-tune a small one",
+            "fine-tune a small model",
             "`huggingface.apply(model, graph=True)`",
-            than_eager(rows["graph"]) if "graph" in rows else "forward and backward as CUDA graphs: the CPU no longer decides",
+            than_eager(rows["graph"])
+            if "graph" in rows
+            else "forward and backward as CUDA graphs: the CPU sets the pace no more",
             "Trainer: huggingface/training",
         ),
         ("train all weights of an 8B on one card", f"`{ONE_CARD}`", on_one_card(folders), "Memory: train/memory"),
         ("pretrain a small model", "`onepass train`", than_peer(rows["small"]), "Training: train"),
         ("pretrain in eight bits", "`onepass train --fp8-format hybrid`", than_peer(rows["fp8"]), "Eight bits: fp8"),
         (
-            "train a policy or a reward",
+            "train by reinforcement or preferences",
             "`trl.install()`, `verl.install()`, or `linear_cross_entropy(return_stats=...)`",
             than_peer(rows["policy"]),
             *("TRL: trl", "verl: verl", "Losses: ops/losses"),
