@@ -16,7 +16,7 @@ import onepass
 from onepass.gradients import graphed_calls as module
 from onepass.gradients.graphed_calls import GraphedCalls
 from onepass.parallel import AdamW, MainGrads
-from onepass.runtime.cuda_graph import whole_step
+from onepass.runtime.cuda_graph import CpuGenerators, whole_step
 from onepass.runtime.dispatch import NotTwiceDifferentiable
 
 SIZE, ROWS, WARM = 6, 5, 3
@@ -481,6 +481,16 @@ def test_what_a_call_draws_on_the_cpu_is_drawn_at_each(draw):
     random.seed(1), np.random.seed(1)
     assert found == [graphed.forward(x)["loss"].item() for _ in found]  # a capture that failed has drawn nothing
     assert graphed.said == ["a shape whose capture failed: it draws random numbers on the CPU, which a replay can't draw anew"]
+
+
+@pytest.mark.parametrize("draw", (random.random, np.random.rand, lambda: torch.rand(1).item()), ids=("python", "numpy", "torch"))
+def test_what_draws_on_the_cpu_is_seen_and_undone(draw):
+    generators = CpuGenerators()
+    assert generators.unchanged()
+    first = draw()
+    assert not generators.unchanged()
+    generators.restore()
+    assert generators.unchanged() and draw() == first
 
 
 def test_hooks_on_saved_tensors_run_at_each_call():

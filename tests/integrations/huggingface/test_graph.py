@@ -338,7 +338,8 @@ def test_numbers_of_items_are_one_shape():
 def test_a_cache_is_left_out_by_the_loss_without_logits_alone(graphs):
     model = made("Llama", use_cache=True)
     applied = huggingface.apply(model, loss=False, graph=True)
-    model(input_ids=ids(), labels=ids()).loss.backward()
+    for given in ({}, {"use_cache": None}):
+        model(input_ids=ids(), labels=ids(), **given).loss.backward()
     assert row(applied).why == "calls without: a cache, which use_cache=False leaves out," and not graphs
 
 

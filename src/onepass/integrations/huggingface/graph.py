@@ -112,12 +112,10 @@ class ModelGraphs:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         absent = {name for name, parameter in parameters.items() if given.get(name) is None and parameter.default is None}
         given = {name: value for name, value in given.items() if name not in absent}
-        reason = _reason(model, given)
-        if reason is not None:
-            self.calls.leave(reason)
         if not self.calls.supports(model):
             return forward(model, *args, **kwargs)
-        if reason is not None:
+        if (reason := _reason(model, given)) is not None:
+            self.calls.leave(reason)
             return self.calls.run_without(forward, (model, *args), kwargs)
         few = self._of_few_shapes(model, forward, given)
         outputs = self.calls.run(model, functools.partial(forward, model), (), few)
@@ -179,7 +177,9 @@ def _reason(model: Any, given: dict[str, Any]) -> str | None:
     if documents:
         return f"{documents[0]}, whose documents have to be counted,"
     makes_none = not model.can_generate() or ("_onepass" in vars(model) and "labels" in given)  # as there are no logits
-    if given.get("use_cache", not makes_none and getattr(model.config, "use_cache", False)) or "past_key_values" in given:
+    asked = given.get("use_cache")  # None stands for the config's
+    asked = not makes_none and getattr(model.config, "use_cache", False) if asked is None else asked
+    if asked or "past_key_values" in given:
         return "a cache, which use_cache=False leaves out,"
     return None
 
