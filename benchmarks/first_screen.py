@@ -203,14 +203,19 @@ def gains(rows: dict[str, Row], folders: list[Path]) -> str:
     lines = ["| you | call | it brings | more |", "|---|---|---|---|"]
     for who, call, brings, *pages in (
         ("fine-tune a Hugging Face model", "`huggingface.apply(model)`", than_eager(rows["llama"]), "Hugging Face: huggingface"),
-        ("train adapters on one card", "the same, beside `get_peft_model`", than_eager(rows["lora"]), "LoRA and QLoRA: lora"),
+        (
+            "train adapters on one card",
+            "the same, before or after `get_peft_model`",
+            than_eager(rows["lora"]),
+            "LoRA and QLoRA: lora",
+        ),
         ("train a mixture of experts", "the same", than_eager(rows["mixture"]), "Mixtures: experts"),
         (
             "fine-tune a small model",
             "`huggingface.apply(model, graph=True)`",
             than_eager(rows["graph"])
             if "graph" in rows
-            else "forward and backward as CUDA graphs: the CPU sets the pace no more",
+            else "forward and backward as CUDA graphs, for steps that wait for the CPU",
             "Trainer: huggingface/training",
         ),
         ("train all weights of an 8B on one card", f"`{ONE_CARD}`", on_one_card(folders), "Memory: train/memory"),
