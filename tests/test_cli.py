@@ -190,6 +190,16 @@ def test_missing_arguments_are_named_all_at_once_and_no_others(argv, named, caps
     assert f"the following arguments are required: {named} (see" in err
 
 
+@pytest.mark.parametrize("op", sorted(op_records.OPS))
+def test_an_error_of_explain_has_an_example_that_works(op, capsys):
+    status, _, err = _run(capsys, "explain", op)
+    assert (status, err.count("\n")) == (2, 1)
+    example = err.partition("; such as: ")[2].removesuffix(")\n")
+    assert example.startswith(f"onepass explain {op} --shape ")
+    status, out, err = _run(capsys, *example.split()[1:], "--device", "cpu", "--dtype", "fp32")
+    assert (status, err) == (0, "") and out.startswith(op)
+
+
 # The files of messages, whose command they belong to, and flags of other programs that they name.
 _MESSAGES = {"bench": "bench", "doctor": "doctor", "gpt": "train", "profiling": "profile", "train": "train"}
 _MESSAGES |= dict.fromkeys(("train/plan_command.py", "train/plan/gpus_command.py", "train/plan/layouts.py"), "plan")

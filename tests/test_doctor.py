@@ -110,7 +110,7 @@ def test_a_device_and_a_group_of_checks_are_one_line_and_failures_are_whole(monk
         "cuda:0  GPU [1]: kernels run 1 of 2 ops; as PyTorch's operators run linear; backends to name: cudnn (norm)",
         "",
         "ok       self-tests on cpu                    2 right, forward and backward against fp64",
-        "ok       known problems                       none of: driver",
+        "ok       known problems                       none with driver",
         "broken   self-test of norm, triton on cuda:0  3.10 of the allowed error",
         "                                              do: don't train with this",
         "warning  threads                              too many",

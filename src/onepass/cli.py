@@ -27,8 +27,11 @@ if typing.TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
+    example: Callable[[], str] | None = None  # a command line that works
+
     def error(self, message: str) -> NoReturn:  # one line; --help prints the usage
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        example = f"; such as: {self.example()}" if self.example is not None else ""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help{example})\n")
 
     def format_help(self) -> str:
         """Begin with what the command does, and not with its usage."""
@@ -111,6 +114,7 @@ def _explain(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     op = next((arg for arg in argv if arg in OPS), None)
     if op is not None:
         _add_options(parser.add_argument_group(f"options of {op}"), OPS[op].function)
+        vars(parser)["example"] = partial(_example, OPS[op])
     parser.set_defaults(run=_run_explain, in_place_of=lambda option: None)
 
 
@@ -171,6 +175,33 @@ def _add_options(group: Any, function: Callable[..., Any]) -> None:
             value = None if required else parameter.default
             shown = "" if value is None else f"default: {value}"
             group.add_argument(option, type=kind, required=required, default=value, metavar=kind.__name__.upper(), help=shown)
+
+
+def _example(op: Op) -> str:
+    """Return the command line of the op's sample."""
+    import torch
+
+    sample = op.samples.SAMPLES[op.name]
+
+    def bound(*tensors: Tensor, **options: Any) -> dict[str, Any]:
+        return signature(op.function).bind(*tensors, **options).arguments
+
+    given = sample.call(bound, *sample.tensors(torch.device("cpu"), torch.float32))
+    x, *_ = given.values()
+    words = ["onepass explain", op.name, "--shape", _as_shape(x)]
+    for parameter, kind in _options(op.function):
+        if parameter.name in given:
+            value = given[parameter.name]
+            words.append("--" + parameter.name.replace("_", "-"))
+            if _is_tensor(kind) and parameter.default is Parameter.empty:
+                words.append(_as_shape(value))
+            elif not _is_tensor(kind) and kind is not bool:
+                words.append(str(value))
+    return " ".join(words)
+
+
+def _as_shape(t: Tensor) -> str:
+    return ",".join(map(str, t.shape))
 
 
 def _run_explain(args: argparse.Namespace) -> int:
@@ -274,7 +305,8 @@ _COMMANDS: dict[str, tuple[str, str | _Fill]] = {  # what it does, and the modul
     "plan": ("say how much memory and time training takes on one GPU or many, and what to change", "onepass.train.plan_command"),
     "bench": ("measure ops against their peers", "onepass.bench.command"),
     "profile": (
-        "run a script and say what it does with the machine, and what of onepass would apply", "onepass.profiling.script"
+        "run a script and say what it does with the machine, and what of onepass would apply",
+        "onepass.profiling.script",
     ),
     "explain": ("say which backend and kernels a call would take, and why, without running it", _explain),
     "fuzz": ("run random calls of every op against its formula in fp64", "onepass.testing.fuzz_command"),

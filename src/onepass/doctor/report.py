@@ -14,6 +14,7 @@ from onepass.doctor.environment import BROKEN, OK, WARNING, Check, Diagnosis
 from onepass.kernels import language
 
 SELF_TEST = "self-test of"
+_KNOWN = "known problems"
 _COLOURS = {OK: "green", WARNING: "yellow", BROKEN: "bold red"}
 _WIDTH = 120  # where there is no terminal
 
@@ -68,11 +69,11 @@ def _in_groups(checks: Iterable[Check]) -> Iterable[Check]:
     groups: dict[str, list[str]] = {}
     for check in checks:
         if check.verdict == OK:
-            group = f"self-tests on {check.name.rpartition(' on ')[2]}" if check.name.startswith(SELF_TEST) else "known problems"
+            group = f"self-tests on {check.name.rpartition(' on ')[2]}" if check.name.startswith(SELF_TEST) else _KNOWN
             groups.setdefault(group, []).append(check.name)
     for group, names in groups.items():
         tested = f"{len(names)} right, forward and backward against fp64"
-        yield Check(group, OK, f"none of: {', '.join(dict.fromkeys(names))}" if group == "known problems" else tested)
+        yield Check(group, OK, f"none with {', '.join(dict.fromkeys(names))}" if group == _KNOWN else tested)
 
 
 def _troubles(checks: Iterable[Check]) -> Iterable[Check]:
