@@ -33,6 +33,8 @@ def test_the_version_is_that_of_pyproject():
     assert next(version for version, _ in headings if version != "Unreleased") == PROJECT["version"]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d|YYYY-MM-DD", date) for version, date in headings if version != "Unreleased")
     assert str(CITATION["version"]) == PROJECT["version"] == RECIPE["context"]["version"]
+    recipes = "".join(path.read_text() for path in (ROOT / "examples" / "scale").glob("*.yaml"))
+    assert set(re.findall(r"/onepass:(\S+)", recipes)) == {PROJECT["version"].rpartition(".")[0]}
 
 
 def test_the_citation_has_what_its_format_demands():
