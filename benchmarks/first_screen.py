@@ -75,7 +75,12 @@ def runs_of_models(folders: Iterable[Path], case: str) -> Iterator[tuple[str, di
 
 def runs_of_trainer(folders: Iterable[Path]) -> Iterator[tuple[str, dict[str, Cost]]]:
     """Yield a small model's steps under Trainer."""
-    names = {"liger": "Liger", "compile": "torch.compile", "onepass graph": GRAPHED}
+    names = {
+        "liger": "Liger",
+        "compile": "torch.compile",
+        "compile, CUDA graphs": "torch.compile, CUDA graphs",
+        "onepass graph": GRAPHED,
+    }
     for results in read(folders, "graphed_trainer.json"):
         ways = {names.get(name, name): way for name, way in results["rows"].items() if "ms" in way}
         yield (
