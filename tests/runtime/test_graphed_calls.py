@@ -4,6 +4,7 @@ import copy
 import gc
 import random
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -468,6 +469,25 @@ def test_kinds_of_numbers_are_kinds_of_shapes():
 # ---- captures that fail ----
 
 
+def test_all_calls_of_a_module_run_on_the_graphs_stream(monkeypatch):
+    """What accumulates gradients belongs to a call's stream: that of another would be drawn into a capture."""
+    entered = []
+
+    @contextmanager
+    def side_stream(device, stream=None):
+        entered.append(stream)
+        yield "the graphs' stream"
+
+    monkeypatch.setattr(module, "side_stream", side_stream)
+    made = model()
+    graphed = Graphed(made, max_graphs=1)
+    others = torch.ones(ROWS, SIZE, requires_grad=True), torch.ones(7, SIZE)  # with a gradient, and of one shape too many
+    for x in (batches(1)[0], *others):
+        graphed(x)["loss"].backward()
+    graphed.calls.run_without(graphed.forward, (others[0],), {})
+    assert entered == [None, *["the graphs' stream"] * 3]
+
+
 @pytest.mark.parametrize("draw", (random.random, np.random.rand), ids=("python", "numpy"))
 def test_what_a_call_draws_on_the_cpu_is_drawn_at_each(draw):
     random.seed(1), np.random.seed(1)
@@ -504,10 +524,13 @@ def test_hooks_on_saved_tensors_run_at_each_call():
     assert graphed.said == ["hooks on saved tensors, which a replay would not call"]
 
 
-def test_a_part_of_a_whole_steps_graph_has_none(graphs):
+@pytest.mark.parametrize("around", ("a step's graph", "a capture"))
+def test_a_part_of_another_graph_has_none(around, graphs, monkeypatch):
     made = model()
     graphed = Graphed(made)
-    with whole_step():
+    with monkeypatch.context() as patched, whole_step() if around == "a step's graph" else nullcontext():
+        if around == "a capture":
+            patched.setattr(module, "is_capturing", lambda device: True)
         trained(graphed, made, batches(WARM + 2))
     assert not graphs and not graphed.said
     trained(graphed, made, batches(WARM + 2))

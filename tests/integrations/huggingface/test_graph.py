@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -396,14 +397,16 @@ def test_logits_have_the_length_that_was_given():
         ({"use_cache": True}, "a cache, which use_cache=False leaves out,"),
     ],
 )
-def test_calls_that_can_not_be_graphs_say_why_once(given, reason, graphs, caplog):
+def test_calls_that_can_not_be_graphs_say_why_once(given, reason, graphs, caplog, monkeypatch):
     model, applied, other = pair()
-    tokens = ids()
+    tokens, beside = ids(), mock.Mock(wraps=cpu_graph.beside)
+    monkeypatch.setattr(graphed_calls, "side_stream", beside)
     for _ in range(WARM + 2):
         found = step(model, input_ids=tokens, labels=tokens, **given)
     agree(found, step(other, input_ids=tokens, labels=tokens, **given))
     assert not graphs and (row(applied).by, row(applied).why) == ("CUDA graphs, of no shape yet", f"calls without: {reason}")
     assert caplog.messages == [f"graph: calls with {reason} run without a CUDA graph"]
+    assert beside.call_count == WARM + 2  # where captures are
 
 
 def test_evaluation_and_generation_run_as_they_are(graphs):
