@@ -41,6 +41,12 @@ def fails(subject):
         gives_rows_the_same_bits(subject)
 
 
+def sigmoid_by_place(x):
+    """Return a sigmoid whose last number is another. Of PyTorch's own few are: on some processors none of the sample's."""
+    y = x.sigmoid().flatten()
+    return torch.cat([y[:-1], y[-1:] * (1 + 1e-6)]).view_as(x)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_kernel_whose_rows_depend_on_others_fails(name):
     subject = subjects("triton", DEVICE)["softmax: plain"]
@@ -52,6 +58,7 @@ def test_a_kernel_whose_rows_depend_on_others_fails(name):
 def test_what_forgets_to_ask_fails(monkeypatch, name):
     forgetful, sample, backend = FORGOTTEN[name]
     monkeypatch.setattr(few_rows, "MOST_ROWS", 8)
+    monkeypatch.setattr(torch, "sigmoid", sigmoid_by_place)
     monkeypatch.setattr(forgetful, "invariant", lambda: False)
     subject = subjects(backend, DEVICE)[sample.removesuffix(": wide")]
     if sample.endswith(": wide"):  # of short rows both kernels have the same sums
