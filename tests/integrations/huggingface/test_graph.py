@@ -302,7 +302,7 @@ def test_rows_are_no_longer_than_a_models_positions():
     (shape,) = model._onepass_graphs.calls._shapes.values()
     assert shape.inputs[0].shape == (2, 50)
     model.config.n_positions = 20
-    assert graph._length(model, 50) == 50
+    assert graph._length(50, graph._positions(model)) == 50
 
 
 @pytest.mark.parametrize(

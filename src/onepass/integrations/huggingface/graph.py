@@ -101,7 +101,10 @@ class ModelGraphs:
     calls: GraphedCalls = field(default_factory=lambda: GraphedCalls(_say))
     causal: bool | None = None  # None: not known yet
     asked: int = 0  # how often that was to be known
-    changes: int = 0  # of the model, when it was
+    changes: int = 0  # of the model, when these and the next three were found
+    limit: int | None = None  # positions that the model has
+    fixed: bool = False  # whether rows keep their length
+    balances: bool = False  # whether the loss has a part of all tokens, which balances experts
     padded: bool = False  # whether that has been said
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,6 +117,8 @@ class ModelGraphs:
         given = {name: value for name, value in given.items() if name not in absent}
         if not self.calls.supports(model):
             return forward(model, *args, **kwargs)
+        if self.changes != self.calls.changes:
+            self._look_at(model)
         if (reason := _reason(model, given)) is not None:
             self.calls.leave(reason)
             return self.calls.run_without(forward, (model, *args), kwargs)
@@ -123,6 +128,12 @@ class ModelGraphs:
         if tokens is not None and outputs.get("logits") is not None:
             outputs["logits"] = outputs["logits"][:, :tokens]
         return outputs
+
+    def _look_at(self, model: Any) -> None:
+        """Note what padding depends on, which goes over all modules. It stays until the model changes."""
+        self.causal, self.asked, self.changes = None, 0, self.calls.changes
+        self.limit, self.fixed = _positions(model), _has_more_results(model) or _length_counts(model)
+        self.balances = any(getattr(config, "output_router_logits", False) for config in _configs(model))
 
     def _of_few_shapes(self, model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
         """Return inputs of fewer shapes with the same loss: without a mask where it hides nothing, and padded."""
@@ -137,10 +148,10 @@ class ModelGraphs:
             full, hides_ends = _look(shown, labels)
             if full or (hides_ends and self._ends_are_free(model, forward, given)):
                 given = {name: value for name, value in given.items() if name != _MASK}
-        length = _length(model, ids.shape[1])
+        length = _length(ids.shape[1], self.limit)
         if length == ids.shape[1] or labels is None or not alike or (_MASK in given and shown is None):
             return given
-        if _has_more_results(model) or _length_counts(model) or not self._ends_are_free(model, forward, given):
+        if self.fixed or not self._ends_are_free(model, forward, given):
             return given
         if not self.padded:
             self.padded = True
@@ -149,15 +160,11 @@ class ModelGraphs:
 
     def _ends_are_free(self, model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> bool:
         """Whether tokens without a label may come at the ends of rows, and be seen there."""
-        if not given.keys() <= {*_PADDED, *_NOT_PADDED} or not has_known_loss(model):
+        if not given.keys() <= {*_PADDED, *_NOT_PADDED} or self.balances or not has_known_loss(model):
             return False
-        if any(getattr(config, "output_router_logits", False) for config in _configs(model)):
-            return False  # the loss that balances experts has all tokens
         return self._is_causal(model, forward)
 
     def _is_causal(self, model: Any, forward: Callable[..., Any]) -> bool:
-        if self.changes != self.calls.changes:
-            self.causal, self.asked, self.changes = None, 0, self.calls.changes
         if self.causal is None:
             self.asked += 1
             if self.asked & (self.asked - 1) == 0:  # 1, 2, 4, 8 and so on: weights that were zeros are trained by then
@@ -195,10 +202,16 @@ def _configs(model: Any) -> list[Any]:
     return list({id(config): config for part in model.modules() if (config := vars(part).get("config")) is not None}.values())
 
 
-def _length(model: Any, tokens: int) -> int:
-    """Return the length that the model's rows of so many tokens get: no longer than the positions that it has."""
+def _positions(model: Any) -> int | None:
+    """Return how many positions the model has, where that is limited."""
     limits = [getattr(config, name, None) for config in _configs(model) for name in _LIMITS]
-    return max(tokens, min([padded_length(tokens), *(limit for limit in limits if isinstance(limit, int) and limit > 0)]))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def _length(tokens: int, limit: int | None) -> int:
+    """Return the length that rows of so many tokens get: no longer than the limit."""
+    padded = padded_length(tokens)
+    return padded if limit is None else max(tokens, min(padded, limit))
 
 
 def _length_counts(model: Any) -> bool:
@@ -236,7 +249,7 @@ def _is_causal(model: Any, forward: Callable[..., Any]) -> bool | None:
     """Whether no token sees a later one, in logits and in the loss: tried with a few tokens. None: no token sees another."""
     training = [part for part in model.modules() if part.training]
     try:
-        count, vocabulary = min(_TRIED, _length(model, 1)), model.get_input_embeddings().weight.shape[0]
+        count, vocabulary = min(_TRIED, _length(1, _positions(model))), model.get_input_embeddings().weight.shape[0]
         ids = torch.arange(count, device=model.device)[None] % vocabulary
         labels, kept = ids.clone(), count - count // 4
         labels[:, kept:] = _IGNORED
