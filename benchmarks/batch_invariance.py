@@ -3,7 +3,7 @@
     python benchmarks/batch_invariance.py [--part products|forward|steps|generate|bits ...] [--json FILE]
 
 One GPU, bf16. Products and forwards are replayed as CUDA graphs, some calls at a time, so that the CPU doesn't count; "CPU us"
-is that of a call. Steps are those of benchmarks/gpt.py's 1B, of whole sequences and of packed documents, optimizer included.
+is that of a call. Steps are those of gpt_steps.py's 1B, of whole sequences and of packed documents, optimizer included.
 Beside times it says which numbers of rows gave a row other bits than among many. "bits" compares whole models, forward and
 backward, in 50 parts of a batch and packed: 124M, 1B, and four layers of Qwen 3 1.7B by `huggingface.apply`, where transformers
 is installed.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import CASES, DEVICE, trained
+from gpt_steps import CASES, DEVICE, trained
 from measuring import need_gpus, step_ms, write
 from rich.console import Console
 from rich.table import Table

@@ -8,8 +8,8 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     <op>.json                                            onepass bench OP --json FILE, from a commit
     scripts/linear_cross_entropy.json                    a script of its commit, now onepass bench linear_cross_entropy
     scripts/linear_cross_entropy_2.json                  benchmarks/linear_cross_entropy.py, on two GPUs
-    scripts/fusion.json                                  benchmarks/fusion.py
-    scripts/gpt_1B.json, gpt_free_1B.json                benchmarks/gpt.py, a file a model; free: with --no-deterministic
+    scripts/fuse.json                                    benchmarks/fuse.py
+    scripts/gpt_1B.json, gpt_free_1B.json                benchmarks/gpt_steps.py, a file a model; free: with --no-deterministic
     scripts/gpt_fp8_1B.json                              the same, by onepass in eight bits and not
     scripts/fusions_1B.json                              benchmarks/fusions.py, a file a model
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
@@ -379,7 +379,7 @@ def fusion_table(path):
 # ---- training a whole model ----
 
 PLAIN, IN_BF16 = "plain", "plain, bf16 weights"  # of benchmarks/plain_gpt.py, compiled
-SIZES = {"124M": "16 x 1024", "1B": "4 x 4096", "8B_four_layers": "1 x 8192", "124M_llama": "16 x 1024"}  # of benchmarks/gpt.py
+SIZES = {"124M": "16 x 1024", "1B": "4 x 4096", "8B_four_layers": "1 x 8192", "124M_llama": "16 x 1024"}  # of gpt_steps.py
 
 
 def fp8_way(way):
@@ -834,7 +834,7 @@ def all_figures(folder=RESULTS):
         **fusion_tables.sentences(every, "../figures/training.md"),
         **{f"figures of {page}": made for page, made in tables(folder, others).items()},
         LOSS: loss_tables(scripts),
-        FUSION: fusion_table(scripts / "fusion.json"),
+        FUSION: fusion_table(scripts / "fuse.json"),
         TRAINING: training_tables(*every),
         LOSSES: losses_table(scripts / "gpt_losses.json"),
         PARALLEL: parallel_tables(path for each in every for path in sorted(each.glob("gpt_parallel_*.json"))),

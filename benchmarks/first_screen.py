@@ -6,7 +6,7 @@ onepass was measured beside it; its cell names the GPU if that is another:
     row                            results, in benchmarks/results/<gpu>/scripts      made by
     Hugging Face, LoRA, mixtures   huggingface*.json, hybrids_*.json, lora.json ...  onepass bench huggingface
     Trainer with `graph=True`      graphed_trainer.json                              benchmarks/graphed_trainer.py
-    `onepass.gpt`                  gpt_free_*.json, gpt_fp8_1B.json                  benchmarks/gpt.py
+    `onepass.gpt`                  gpt_free_*.json, gpt_fp8_1B.json                  benchmarks/gpt_steps.py
     eager `onepass.gpt`            fusions_*.json                                    benchmarks/fusions.py
     the loss                       linear_cross_entropy.json                         a script of its commit
     a policy's head                linear_cross_entropy.json, one folder above       onepass bench linear_cross_entropy
@@ -275,7 +275,7 @@ def on_one_card(folders: Iterable[Path]) -> str:
 
 def kernels(folders: Iterable[Path]) -> tuple[float, float]:
     """Return how many kernels code of many slices runs, as written and fused."""
-    ways = next(read(folders, "fusion.json"))["rows"]["split_stack"]["ways"]
+    ways = next(read(folders, "fuse.json"))["rows"]["split_stack"]["ways"]
     return ways["as written"]["kernels"], ways["fused"]["kernels"]
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gpt
+import gpt_steps
 import torch
 from measuring import need_gpus, write
 from rich.console import Console
@@ -29,9 +29,9 @@ from onepass.train.setup import make
 from onepass.train.table import fusions, without
 
 CASES = {
-    "124M": gpt.CASES["124M"],
-    "1B": gpt.CASES["1B"],
-    "mixture": gpt.Case(  # four layers of Qwen3-30B-A3B
+    "124M": gpt_steps.CASES["124M"],
+    "1B": gpt_steps.CASES["1B"],
+    "mixture": gpt_steps.Case(  # four layers of Qwen3-30B-A3B
         "1B", 4, 4096,
         {"num_layers": 4, "num_attention_heads": 32, "num_query_groups": 4, "kv_channels": 128, "vocab_size": 151936,
          "num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768},
@@ -54,20 +54,20 @@ def ways(config: Config) -> dict[str, Way]:
     return found | {EAGER: Way(config, plain=True)}
 
 
-def stepper(case: gpt.Case, way: Way, graphed: bool) -> Callable[[], torch.Tensor]:
+def stepper(case: gpt_steps.Case, way: Way, graphed: bool) -> Callable[[], torch.Tensor]:
     options = replace(case.options(), cuda_graphs=graphed)
-    text = torch.randint(case.config().vocab_size, (case.sequences, case.length + 1), device=gpt.DEVICE)
-    return gpt.steps_of(make(way.config, options, ParallelLayout(gpt.DEVICE), plain=way.plain, lenient=True), text)
+    text = torch.randint(case.config().vocab_size, (case.sequences, case.length + 1), device=gpt_steps.DEVICE)
+    return gpt_steps.steps_of(make(way.config, options, ParallelLayout(gpt_steps.DEVICE), plain=way.plain, lenient=True), text)
 
 
-def measured(case: gpt.Case, graphed: bool, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measured(case: gpt_steps.Case, graphed: bool, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the milliseconds and GiB of each way, the faster of two times, or its error."""
     rows: dict[str, Any] = {}
     for name, way in 2 * [*ways(case.config()).items()]:
         if "error" in rows.get(name, {}):  # it would not fit again
             continue
         try:
-            found = gpt.measure(partial(stepper, case, way, graphed), case.sequences * case.length, steps, ROUNDS)
+            found = gpt_steps.measure(partial(stepper, case, way, graphed), case.sequences * case.length, steps, ROUNDS)
             cost = {key: found[key] for key in ("ms", "ms_range", "peak_gib")}
         except Exception as error:  # such as eager code that doesn't fit
             cost = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -100,7 +100,7 @@ def main() -> None:
     rows = measured(case, args.case in GRAPHED, args.steps, lambda line: console.print(line, style="red"))
     console.print(shown(f"{args.case}, {case.sequences} x {case.length}", rows))
     shape = {"sequences": case.sequences, "length": case.length, "graphed": args.case in GRAPHED}
-    write(args.json, gpt.DEVICE, deterministic=args.deterministic, rows={args.case: shape | {"ways": rows}})
+    write(args.json, gpt_steps.DEVICE, deterministic=args.deterministic, rows={args.case: shape | {"ways": rows}})
 
 
 if __name__ == "__main__":

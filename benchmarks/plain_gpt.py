@@ -1,4 +1,4 @@
-"""The fastest plain GPT that we can write, of nn.Linear and PyTorch's functions: the peer in benchmarks/gpt.py.
+"""The fastest plain GPT that we can write, of nn.Linear and PyTorch's functions: the peer in benchmarks/gpt_steps.py.
 
 Llamas and GPT-2s, as their Config says. q, k and v are one product, as are an MLP's gate and what it gates. Parameters and
 moments are fp32 under autocast, or all bf16, which saves the casts and rounds each step. torchao converts the latter to eight
@@ -88,7 +88,7 @@ class PlainGPT(nn.Module):
 
 
 def stepper(config: Config, tokens: Tensor, way: str) -> Callable[[], Tensor]:
-    """Return a training step. `tokens`: one more than the inputs. `way`: a name of benchmarks/gpt.py."""
+    """Return a training step. `tokens`: one more than the inputs. `way`: a name of benchmarks/gpt_steps.py."""
     in_bf16 = "bf16 weights" in way or way.startswith("torchao")
     with torch.device(tokens.device):
         plain: nn.Module = PlainGPT(config, tokens.shape[1] - 1, torch.bfloat16)

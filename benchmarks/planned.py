@@ -211,7 +211,7 @@ _FILES = (
 
 
 def gpt_rows() -> Iterator[Row]:
-    """Yield the rows of benchmarks/gpt.py that a plan counts: all of onepass but those that offload."""
+    """Yield the rows of benchmarks/gpt_steps.py that a plan counts: all of onepass but those that offload."""
     for gpu, name in _FILES:
         found = _read(gpu, name)
         for model, ways in found["rows"].items():

@@ -24,7 +24,7 @@ def fusions(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import fusions
 
-    monkeypatch.setattr(sys.modules["gpt"], "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(sys.modules["gpt_steps"], "DEVICE", torch.device("cpu"))
     return fusions
 
 
@@ -43,7 +43,7 @@ def test_each_way_takes_a_step_with_the_same_loss(fusions: Any, monkeypatch: pyt
         times.append(1.0 + 7 * len(times) % 25)  # the first time is the faster of some, and the second of others
         return {"ms": times[-1], "ms_range": [1.0, 2.0], "peak_gib": 1.0}
 
-    monkeypatch.setattr(sys.modules["gpt"], "measure", measure)
+    monkeypatch.setattr(sys.modules["gpt_steps"], "measure", measure)
     rows = fusions.measured(case, False, 1, print)
     assert next(iter(rows)) == "whole" and list(rows)[-1] == "eager"
     assert {"attention_fusion", "norm_fusion", "bias_activation_fusion", "cross_entropy_loss_fusion"} < set(rows)
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_a_line(fusions: Any, monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("no memory")
 
     said: list[str] = []
-    monkeypatch.setattr(sys.modules["gpt"], "measure", measure)
+    monkeypatch.setattr(sys.modules["gpt_steps"], "measure", measure)
     rows = fusions.measured(fusions.CASES["1B"], False, 1, said.append)
     assert rows["eager"] == {"error": "OutOfMemoryError: no memory"}
     assert said.count("eager: OutOfMemoryError: no memory") == 1

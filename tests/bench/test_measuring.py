@@ -22,6 +22,13 @@ def measuring(monkeypatch):
     return measuring
 
 
+def test_a_script_has_no_name_of_a_folder_of_tests():
+    """Both are on the path in one process, where the first one imported would be taken for the other."""
+    folders = {folder.name for folder in BENCHMARKS.parent.joinpath("tests").iterdir() if folder.is_dir()}
+    assert {"gpt", "bench"} < folders
+    assert not folders & {script.stem for script in BENCHMARKS.glob("*.py")}
+
+
 @pytest.mark.parametrize(
     ("there", "wanted", "said"),
     [

@@ -1,6 +1,6 @@
 """onepass.fuse beside eager code, torch.compile, and the same program combined by hand.
 
-    python benchmarks/fusion.py [--case NAME ...] [--json FILE]
+    python benchmarks/fuse.py [--case NAME ...] [--json FILE]
 
 One GPU. Of each way: the kernels of a call, how long they run (the profiler's times), and the wall time of a call among others
 that follow without waiting; medians of rounds in which everybody has a turn. "graph" is a CUDA graph (for torch.compile,

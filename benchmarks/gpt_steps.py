@@ -1,6 +1,6 @@
 """A training step of whole models: onepass beside the same model by PyTorch's operators, compiled and not.
 
-    python benchmarks/gpt.py [--case NAME ...] [--way NAME ...] [--steps N] [--json FILE]
+    python benchmarks/gpt_steps.py [--case NAME ...] [--way NAME ...] [--steps N] [--json FILE]
 
 One GPU, bf16, random tokens. Plain is benchmarks/plain_gpt.py, compiled, with AdamW(fused=True): under autocast over fp32
 parameters, gradients and moments, or all in bf16. onepass has bf16 parameters, fp32 main_grad, masters and moments, and its own
