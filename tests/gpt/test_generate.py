@@ -279,10 +279,10 @@ def test_hidden_states_are_kept_for_log_probabilities_only(monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        ([torch.tensor([1])], {"max_new_tokens": 0}, "max_new_tokens must be a whole number"),
+        ([torch.tensor([1])], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, but is 0"),
         ([torch.tensor([1])], {"max_new_tokens": 160}, "max_position_embeddings, 160, but the longest would have 161"),
         ([torch.tensor([1])], {"temperature": -1.0}, "temperature must be at least 0"),
-        ([torch.tensor([1])], {"top_k": 0}, "top_k must be a whole number above 0"),
+        ([torch.tensor([1])], {"top_k": 0}, "top_k must be at least 1, but is 0"),
         ([torch.tensor([1])], {"top_p": 0.0}, "top_p must be above 0"),
         ([torch.tensor([1])], {"generator": []}, "one for each of 1 sequences, but is 0"),
         ([torch.tensor([1]), torch.tensor([], dtype=torch.int64)], {}, "prompt 1 must be"),

@@ -121,9 +121,9 @@ def test_an_error_comes_through_and_the_next_profile_works():
     ("change", "error", "message"),
     [
         ({"fn": 3}, TypeError, "fn must be callable, but is a int"),
-        ({"warmup": -1}, ValueError, "warmup must be a whole number of at least 0, but is -1"),
-        ({"steps": 0}, ValueError, "steps must be a whole number of at least 1, but is 0"),
-        ({"steps": 2.5}, ValueError, "steps must be a whole number of at least 1, but is 2.5"),
+        ({"warmup": -1}, ValueError, "warmup must be at least 0, but is -1"),
+        ({"steps": 0}, ValueError, "steps must be at least 1, but is 0"),
+        ({"steps": 2.5}, TypeError, "steps must be a whole number, but is 2.5, a float"),
         ({"ceilings": 4000}, TypeError, "ceilings must be a Ceilings, .* but is a int"),
     ],
 )
@@ -258,7 +258,7 @@ def test_rows_beyond_the_top_are_summed():
     rest = next(line for line in text.splitlines() if line.startswith(f"{len(found.rows) - 2} more"))
     assert rest.split()[3] == f"{sum(row.us for row in found.rows[2:]):,.1f}"
     assert "more" not in found.table(top=100)
-    with pytest.raises(ValueError, match="top must be a whole number of at least 1, but is 0"):
+    with pytest.raises(ValueError, match="top must be at least 1, but is 0"):
         found.table(top=0)
 
 

@@ -16,9 +16,9 @@ import torch
 from onepass.bench.model import CaseResult, CpuTime, CpuTimes, Measured
 from onepass.bench.options import short
 from onepass.kernels.language import triton
-from onepass.profiling.units import counted
 from onepass.runtime.ceilings import Ceilings
 from onepass.runtime.errors import version_of
+from onepass.runtime.units import counted
 
 SCHEMA = 1
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from onepass.doctor.environment import BROKEN, OK, WARNING, Check, Diagnosis
 from onepass.kernels import language
+from onepass.runtime.units import counted
 
 SELF_TEST = "self-test of"
 _KNOWN = "known problems"
@@ -37,8 +38,7 @@ def show(diagnosis: Diagnosis, everything: bool) -> None:
         console.print()
     counts = {verdict: sum(check.verdict == verdict for check in diagnosis.checks) for verdict in (WARNING, BROKEN)}
     more = "" if everything else "; --all shows every check, and which backends each op can use"
-    warnings = f"{counts[WARNING]} warning{'' if counts[WARNING] == 1 else 's'}"
-    console.print(f"{counts[BROKEN]} broken, {warnings}{more}", soft_wrap=True)
+    console.print(f"{counts[BROKEN]} broken, {counted(counts[WARNING], 'warning')}{more}", soft_wrap=True)
 
 
 def _who_runs(diagnosis: Diagnosis, device: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onepass.gpt.cache import KeyValueCache
 from onepass.ops.attention.formula import AttentionOptions
-from onepass.runtime.checks import check_number
+from onepass.runtime.checks import check_number, check_whole
 from onepass.runtime.documents import check_documents, ranges_of
 from onepass.runtime.sharding import has_dtensor
 
@@ -47,7 +47,7 @@ class Sampling(NamedTuple):
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, but is {self.temperature}")
         if self.top_k is not None:
-            check_count("top_k", self.top_k)
+            check_whole("top_k", self.top_k, 1)
         if self.top_p is not None:
             check_number("top_p", self.top_p)
             if not 0 < self.top_p <= 1:
@@ -80,11 +80,6 @@ class Sampling(NamedTuple):
             return torch.empty_like(like).exponential_(generator=self.generator)
         rows = zip(like, self.generator, strict=True)
         return torch.stack([torch.empty_like(row).exponential_(generator=generator) for row, generator in rows])
-
-
-def check_count(name: str, count: object) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{name} must be a whole number above 0, but is {count!r}")
 
 
 def stops_of(stop_tokens: Any) -> tuple[int, ...]:
@@ -154,7 +149,7 @@ def generate(
     return_log_probs: bool,
 ) -> Generated:  # fmt: skip
     """`Model.generate`, of arguments that are brought into one form."""
-    check_count("max_new_tokens", max_new_tokens)
+    check_whole("max_new_tokens", max_new_tokens, 1)
     sampling.check(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     _check_model(model, max(lengths) + max_new_tokens)

@@ -20,8 +20,9 @@ from onepass.profiling.limits import Limits
 from onepass.profiling.picture import Timeline, draw
 from onepass.profiling.suggestions import Suggestion
 from onepass.profiling.timeline import PictureBar
-from onepass.profiling.units import check_whole, counted, number, size, time
+from onepass.runtime.checks import check_whole
 from onepass.runtime.notebook import html_report
+from onepass.runtime.units import counted, number, size, time
 
 _TOP = 15
 _NAME = 44  # longer names are cut

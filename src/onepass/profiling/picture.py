@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from onepass.profiling.timeline import PictureBar
 from onepass.profiling.trace import Interval, union
-from onepass.profiling.units import time
 from onepass.runtime.errors import install_hint
+from onepass.runtime.units import time
 
 _COLOURS = {"operator": "#c9ced5", "launch": "#7d8590", "product": "#0b6e75", "kernel": "#6cc9c0", "copy": "#b8893b"}
 _SAID = {

@@ -31,10 +31,11 @@ from onepass.profiling.limits import limits_of
 from onepass.profiling.model import Profile
 from onepass.profiling.suggestions import suggestions
 from onepass.profiling.trace import STEP, WINDOW, read
-from onepass.profiling.units import check_whole, counted, number
 from onepass.profiling.verdict import verdict as verdict_of
 from onepass.runtime.ceilings import Ceilings
+from onepass.runtime.checks import check_whole
 from onepass.runtime.cpu_threads import slow_threads
+from onepass.runtime.units import counted, number
 
 Tick = Callable[[str], None]
 

@@ -13,8 +13,8 @@ from torch.autograd import Function
 
 from onepass.profiling.figures import Figures, OperatorCall
 from onepass.profiling.limits import Limits
-from onepass.profiling.units import counted, listed, number, time
 from onepass.runtime.formula import FORMULA_RANGE
+from onepass.runtime.units import counted, listed, number, time
 
 _LARGE_VOCABULARY, _LARGE_LOGITS = 8192, 1 << 24  # columns; elements, where columns are fewer
 _FAST = 0.9  # of the copy bandwidth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onepass.profiling.figures import NEAR, Figures, OperatorRow
-from onepass.profiling.units import counted, listed, number, time
+from onepass.runtime.units import counted, listed, number, time
 
 VERDICTS = ("launch-bound", "bandwidth-bound", "compute-bound", "mixed")
 IDLE = 0.25  # of the wall time: from this idle fraction on, the step counts as waiting

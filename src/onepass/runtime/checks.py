@@ -33,6 +33,13 @@ def check_number(name: str, value: object, optional: bool = False) -> None:
         raise TypeError(f"{name} must be a number{' or None' if optional else ''}, but is {value!r}, a {type(value).__name__}")
 
 
+def check_whole(name: str, count: object, least: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{name} must be a whole number, but is {count!r}, a {type(count).__name__}")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, but is {count}")
+
+
 def check_device(name: str, value: Tensor, x: Tensor, like: str = "x") -> None:
     if value.device != x.device:
         raise ValueError(f"{name} must be on {x.device}, as {like}, but is on {value.device}")

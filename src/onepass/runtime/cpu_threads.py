@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from onepass.runtime.units import counted
+
 _PROBE_S = 0.15
 _PATIENCE_S = 30.0  # between two choices
 _SLOWER = 1.5  # steps that are slower than the fastest by this factor are a reason to choose again
@@ -64,17 +66,13 @@ def slow_threads() -> tuple[str, str] | None:
     if _is_fixed(most) or (fastest := fastest_threads(most)).threads == most:
         return None
     count, slower = fastest
-    found = f"the machine is busy: {_threads(most)}, which wait for each other, are {slower:.1f} x slower than {count}"
+    found = f"the machine is busy: {counted(most, 'thread')}, which wait for each other, are {slower:.1f} x slower than {count}"
     return found, f"set OMP_NUM_THREADS={count}"
 
 
 def _is_fixed(count: int) -> bool:
     """Whether there is nothing to choose: OMP_NUM_THREADS is the user's choice, which stays."""
     return count == 1 or "OMP_NUM_THREADS" in os.environ
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 class CpuThreads:
@@ -99,11 +97,11 @@ class CpuThreads:
         torch.set_num_threads(chosen)
         if chosen < self.count:
             self.say(
-                f"The machine is busy, so {self.who} uses {_threads(chosen)}: {self.most}, which wait for each "
+                f"The machine is busy, so {self.who} uses {counted(chosen, 'thread')}: {self.most}, which wait for each "
                 f"other, are {slower:.1f} x slower. OMP_NUM_THREADS={self.most} keeps {self.most}."
             )
         elif chosen > self.count:
-            self.say(f"The machine is less busy: {self.who} uses {_threads(chosen)}.")
+            self.say(f"The machine is less busy: {self.who} uses {counted(chosen, 'thread')}.")
         if chosen != self.count:
             self._fastest = 0.0
         self.count, self._next = chosen, time.monotonic() + _PATIENCE_S

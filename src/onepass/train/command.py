@@ -21,10 +21,10 @@ from rich.text import Text
 from onepass.gpt import Config
 from onepass.gpt.huggingface import their_config
 from onepass.gpt.lora import check_modules
-from onepass.profiling.units import counted
 from onepass.runtime.cpu_threads import CpuThreads
 from onepass.runtime.errors import CommandError, install_hint
 from onepass.runtime.fp8 import unfit_gpu
+from onepass.runtime.units import counted
 from onepass.train import checkpoint, stages, text
 from onepass.train.beginning import Beginning, find_beginning, find_place
 from onepass.train.checkpoint.compatibility import facts_of

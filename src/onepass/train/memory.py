@@ -25,7 +25,7 @@ from onepass.gradients.adamw_state import PASSAGE, embeddings_of
 from onepass.gradients.buckets import BUCKET_BYTES, RELEASED_BYTES, plan_buckets, plan_buffers, size_of
 from onepass.gradients.eight_bits import BLOCK
 from onepass.gradients.offloaded_state import SLOTS
-from onepass.profiling.units import size as _size
+from onepass.runtime.units import size as _size
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 from onepass.train.plan.head import head_plan

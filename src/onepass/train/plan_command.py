@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from onepass.gpt import Config
 from onepass.gpt.memory import recomputed_share
-from onepass.profiling.units import counted
 from onepass.runtime.errors import CommandError
+from onepass.runtime.units import counted
 from onepass.train.flags import add_flag, add_preset, merge_settings, read_file
 from onepass.train.foreign_flags import in_place_of as in_place_of  # the command line asks for it
 from onepass.train.memory import OUTSIDE, MemoryAt, MemoryPlan, StepMemory, check_counted

@@ -22,7 +22,7 @@ from onepass.nn.precision import FP8Layer, fp8_layers
 from onepass.parallel import AdamW, FSDPMainGrads, MainGrads, ShardedAdamW, StepInBackward, reduce_sequence_parallel_grads
 from onepass.product.fp8.scales import FP8Scales, share_notes
 from onepass.product.fp8.weight import fp8_weight
-from onepass.profiling.units import size as bytes_of
+from onepass.runtime.units import size as bytes_of
 from onepass.train.layout import ParallelLayout
 from onepass.train.options import Options
 

@@ -11,7 +11,7 @@ from onepass.ops.attention.formula import AttentionOptions
 from onepass.ops.attention.layout import is_sequence_first
 from onepass.ops.attention.rope_kernels import check_tables, check_weights
 from onepass.runtime.batch_invariance import invariant
-from onepass.runtime.checks import check_device, check_floating, check_number
+from onepass.runtime.checks import check_device, check_floating, check_number, check_whole
 from onepass.runtime.documents import check_documents, check_longest
 from onepass.runtime.op import Call
 
@@ -74,7 +74,7 @@ def check_arguments(call: AttentionCall | Call) -> None:
     qkv, heads, groups, cos, sin, cu_seqlens = call.qkv, call.heads, call.groups, call.cos, call.sin, call.cu_seqlens
     check_floating("qkv", qkv)
     for name, count in (("heads", heads), ("groups", heads if groups is None else groups)):
-        _check_whole(name, count, 1)
+        check_whole(name, count, 1)
     groups = heads if groups is None else groups
     if heads % groups:
         raise ValueError(f"heads must be a multiple of groups, {groups}, but is {heads}")
@@ -124,13 +124,6 @@ def check_tables_of(
         check_tables(cos, sin, x, tokens, D, name)
 
 
-def _check_whole(name: str, count: object, least: int) -> None:
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"{name} must be a whole number, but is {count!r}, a {type(count).__name__}")
-    if count < least:
-        raise ValueError(f"{name} must be at least {least}, but is {count}")
-
-
 def _check_window(causal: object, window: object) -> None:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, but is {causal!r}, a {type(causal).__name__}")
@@ -140,14 +133,14 @@ def _check_window(causal: object, window: object) -> None:
         if isinstance(window, (tuple, list)):
             what = "a whole number where attention is causal, the keys that a query sees"
             raise TypeError(f"window must be {what}, but is {window!r}")
-        _check_whole("window", window, 1)
+        check_whole("window", window, 1)
         return
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         what = "a pair where attention is not causal, the keys before and after its own that a query sees (None for all)"
         raise TypeError(f"window must be {what}, but is {window!r}")
     for at, side in enumerate(window):
         if side is not None:
-            _check_whole(f"window[{at}]", side, 0)
+            check_whole(f"window[{at}]", side, 0)
 
 
 def _check_sinks(sinks: Tensor, heads: int, qkv: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from onepass.gpt import Config
-from onepass.profiling.units import listed
+from onepass.runtime.units import listed
 from onepass.train.options import Options
 from onepass.train.plan.schedule import Pipeline
 from onepass.train.stages import sequences

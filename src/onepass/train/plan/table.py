@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from onepass.profiling import units
+from onepass.runtime import units
 from onepass.train.plan.block_time import Run
 from onepass.train.plan.layouts import NODE, GPULayout, describe, parameters_count, runs_by
 from onepass.train.plan.rates import GPURates, named_rates

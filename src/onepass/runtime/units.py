@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def check_whole(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
-
-
 def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
