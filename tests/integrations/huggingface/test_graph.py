@@ -425,6 +425,18 @@ def test_evaluation_and_generation_run_as_they_are(graphs):
     assert not graphs and row(applied).why is None
 
 
+def test_a_compiled_model_says_that_it_has_no_graphs(graphs, caplog):
+    model, applied, other = pair(num_hidden_layers=1)
+    tokens, runs = ids(), torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(WARM + 2):
+        found = runs(input_ids=tokens, labels=tokens, use_cache=False).loss
+    torch.testing.assert_close(found, other(input_ids=tokens, labels=tokens, use_cache=False).loss)
+    reason = "torch.compile around the model"
+    assert not graphs and row(applied).why == f"calls without: {reason}"
+    said = [record.message for record in caplog.records if record.name == "onepass"]  # PyTorch's compiler logs, too
+    assert said == [f"graph: calls with {reason} run without a CUDA graph"]
+
+
 def test_what_can_not_be_a_graph_raises():
     for given in ({"precision": "fp8"}, {"main_grad": True, "release_main_grad": True}):
         with pytest.raises(ValueError, match="graph must be False with"):

@@ -86,10 +86,18 @@ class GraphedForward(ModelForward):
         @functools.wraps(inner.__func__)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             graphs: ModelGraphs | None = vars(self).get(_GRAPHS)  # none after undo, which other code's wrappers outlive
-            if graphs is None or not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            if graphs is None or not self.training or not torch.is_grad_enabled():
+                return inner.__func__(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                leave_to_compiler()
                 return inner.__func__(self, *args, **kwargs)
             return graphs(self, inner.__func__, args, kwargs)
 
+        def leave_to_compiler() -> None:
+            """Note why there are no graphs. A compiler calls it as it traces."""
+            vars(model)[_GRAPHS].calls.leave("torch.compile around the model")
+
+        leave_to_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
         del forward.__wrapped__  # as of `inner`
         return forward
 
