@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onepass.gpt import Config, preset
+from onepass.runtime.units import counted
 from onepass.train.options import Options
 from onepass.train.plan.block_time import Run
 from onepass.train.plan.layout_memory import layout_memory
@@ -189,7 +190,7 @@ def fsdp_rows() -> Iterator[Row]:
             options = Options(use_fsdp=True, **sizes)
             made = _row(
                 "h100",
-                f"FSDP, {ranks} GPU{'s' * (ranks > 1)}, {micro} x {sequences}",
+                f"FSDP, {counted(ranks, 'GPU')}, {micro} x {sequences}",
                 found["commit"],
                 preset("1B", params_dtype="bf16"),
                 options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -24,7 +25,7 @@ class Surroundings:
         self._modules = list(module.modules())
         self._parameters = list(module.parameters())
         self._tensors = [*self._parameters, *module.buffers()]
-        self._configs = list({id(config): config for part in self._modules if (config := vars(part).get("config"))}.values())
+        self._configs = configs_of(self._modules)
         self.trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self.unsupported = self._unsupported()
@@ -54,6 +55,11 @@ class Surroundings:
         if any(owner is not None and owner.releases for owner in owners):
             return "gradients whose memory is released"
         return None
+
+
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the configs of transformers' modules, each once."""
+    return list({id(config): config for part in modules if (config := vars(part).get("config")) is not None}.values())
 
 
 def has_graphs(device: torch.device) -> bool:

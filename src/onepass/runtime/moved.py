@@ -28,6 +28,7 @@ MOVED = {
     "parallel.collectives": "distributed.collectives",
     "parallel.tensor_parallel": "distributed.tensor_parallel",
     "parallel.vocab_shards": "distributed.collectives",
+    "profiling.units": "runtime.units",
     "train.threads": "runtime.cpu_threads",
 }
 

@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.gradients.graph_surroundings import configs_of
 from onepass.gradients.graphed_calls import GraphedCalls, fresh_casts
 from onepass.integrations.huggingface.loss import ModelForward, has_known_loss
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import parameters_of
 from onepass.kernels.philox import seeds_on_device
+from onepass.runtime.units import counted
 
 _log = logging.getLogger("onepass")
 _GRAPHS = "_onepass_graphs"
@@ -66,7 +68,7 @@ class GraphMatch:
     @property
     def made_by(self) -> str:
         count = self.graphs.calls.graphs
-        return f"CUDA graphs of {count} shape{'s' * (count > 1)}" if count else "CUDA graphs, of no shape yet"
+        return f"CUDA graphs of {counted(count, 'shape')}" if count else "CUDA graphs, of no shape yet"
 
     def change(self) -> None:
         return None
@@ -141,7 +143,7 @@ class ModelGraphs:
         """Note what padding depends on, which goes over all modules. It stays until the model changes."""
         self.causal, self.asked, self.changes = None, 0, self.calls.changes
         self.limit, self.fixed = _positions(model), _has_more_results(model) or _length_counts(model)
-        self.balances = any(getattr(config, "output_router_logits", False) for config in _configs(model))
+        self.balances = any(getattr(config, "output_router_logits", False) for config in configs_of(model.modules()))
 
     def _of_few_shapes(self, model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
         """Return inputs of fewer shapes with the same loss: without a mask where it hides nothing, and padded."""
@@ -205,14 +207,9 @@ def _has_more_results(model: Any) -> bool:
     return config.output_hidden_states or config.output_attentions or not getattr(config, "return_dict", True)
 
 
-def _configs(model: Any) -> list[Any]:
-    """Return the model's config, and those of its parts."""
-    return list({id(config): config for part in model.modules() if (config := vars(part).get("config")) is not None}.values())
-
-
 def _positions(model: Any) -> int | None:
     """Return how many positions the model has, where that is limited."""
-    limits = [getattr(config, name, None) for config in _configs(model) for name in _LIMITS]
+    limits = [getattr(config, name, None) for config in configs_of(model.modules()) for name in _LIMITS]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 

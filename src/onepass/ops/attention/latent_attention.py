@@ -53,6 +53,7 @@ from onepass.runtime.sharding import (
     split_output,
 )
 from onepass.runtime.sizes import shared_memory
+from onepass.runtime.units import counted
 
 _TYPES = (torch.bfloat16, torch.float16)
 
@@ -274,7 +275,7 @@ def variant(call: Call) -> str:
     by += f"{dk_dv.block_m} x {dk_dv.block_n} for dk and dv"
     if _by_cudnn(q, options, call.cu_seqlens):
         by = "cuDNN, backward in any order"
-    tokens = f"{tiles.block_s} token{'s' if tiles.block_s > 1 else ''}"
+    tokens = counted(tiles.block_s, "token")
     return (
         f"heads arranged by a kernel each way, {tokens} and {min(tiles.block_h, H)} heads at a time; attention of "
         f"{width}/{sizes.values} by {by}; keeps q, k and v as heads, y, and a number a head and token"

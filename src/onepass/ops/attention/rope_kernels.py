@@ -23,6 +23,7 @@ from onepass.ops.attention.rope_formula import QKNorm
 from onepass.runtime.checks import check_device, check_eps, check_floating
 from onepass.runtime.dispatch import needs_grad
 from onepass.runtime.sizes import ceil_div, power_of_two
+from onepass.runtime.units import counted
 
 # ---- kernels: load, go to fp32 at once, store in the storage type ----
 
@@ -404,7 +405,7 @@ def rope_variant(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, i
     tiles = rope_tiles(HQ, HK, x.shape[-1], cos.shape[-1])
     counts = [(tiles.block_hq, "q", q), (tiles.block_hk, "k", k)]
     heads = " and ".join(f"{min(count, x.shape[-2])} of {name}'s" for count, name, x in counts if x is not None)
-    tokens = f"{tiles.block_s} token{'s' if tiles.block_s > 1 else ''}"
+    tokens = counted(tiles.block_s, "token")
     description = f"one kernel, {tokens} a program, {heads} heads at a time"
     in_place = _cached_plan(q, k, cos, sin, interleaved, False) is not None
     return description if in_place else f"{description}, after copies of what can't be read where it lies"

@@ -49,7 +49,7 @@ def title(settings: SearchSettings, best: GPULayout) -> str:
     size = f"{count / 1e9:,.2f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
     return (
         f"{size} parameters in {run.config.params_dtype}{eight}, on {gpus:,} {run.gpu.name} "
-        f"in {nodes:,} node{'s' * (nodes > 1)} of {NODE}; a step has {batch:,} sequences of {run.sequence} tokens"
+        f"in {units.counted(nodes, 'node')} of {NODE}; a step has {batch:,} sequences of {run.sequence} tokens"
     )
 
 
