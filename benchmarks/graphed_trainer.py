@@ -8,11 +8,14 @@ A Llama of 124M in bf16, 8 x 1024 random tokens, Trainer's defaults: fused AdamW
     liger               Liger's kernels, where they are installed
     compile             TrainingArguments(torch_compile=True)
     compile, CUDA graphs           the same with torch_compile_mode="reduce-overhead"
+    compile, no waits              compile with TrainingArguments(logging_nan_inf_filter=False,
+                                   accelerator_config={"non_blocking": True}): the CPU waits for no GPU
     onepass             huggingface.apply(model)
     onepass graph       huggingface.apply(model, graph=True)
-    onepass graph, no filter       the same with TrainingArguments(logging_nan_inf_filter=False), which waits for no GPU
-    onepass graph, main_grad       apply(model, main_grad=True, graph=True), applied.optimizer(max_norm=1.0), no filter
-    graphed_step        apply(model), and no Trainer: forward, backward and AdamW's step in one CUDA graph, without clipping
+    onepass graph, no waits        the same with these two arguments
+    onepass graph, main_grad       no waits, apply(model, main_grad=True, graph=True), applied.optimizer(max_norm=1.0)
+    graphed_step        apply(model), and no Trainer: forward, backward and AdamW's step in one CUDA graph
+    graphed_step, clipped          the same with clip_grad_norm_, as Trainer has it
 
 Milliseconds a step: of all steps between two synchronisations, the median of the rounds. Memory is the allocator's peak, and
 loss the mean (of graphed_step the last one). "of graphed_step" is a time over its. With several lengths batches
@@ -28,7 +31,7 @@ import importlib.util
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,8 +46,8 @@ from onepass.bench.peers import imported
 from onepass.integrations import huggingface
 
 WAYS = (
-    "eager", "liger", "compile", "compile, CUDA graphs", "onepass", "onepass graph", "onepass graph, no filter",
-    "onepass graph, main_grad", "graphed_step",
+    "eager", "liger", "compile", "compile, CUDA graphs", "compile, no waits", "onepass", "onepass graph",
+    "onepass graph, no waits", "onepass graph, main_grad", "graphed_step", "graphed_step, clipped",
 )  # fmt: skip
 RATE, WARM, ROUNDS = 1e-4, 20, 5
 MODEL = {
@@ -113,14 +116,15 @@ def by_trainer(way: str, args: argparse.Namespace, clock: Clock) -> tuple[float,
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.step()
 
-    count = WARM + ROUNDS * args.steps
+    count, waits = WARM + ROUNDS * args.steps, not way.endswith(("no waits", "main_grad"))
     with tempfile.TemporaryDirectory() as folder:
         given = TrainingArguments(
             folder, per_device_train_batch_size=args.rows, max_steps=count, learning_rate=RATE, report_to=[], save_strategy="no",
             logging_steps=count, disable_tqdm=True, use_cpu=args.small, train_sampling_strategy="sequential",
             torch_compile=way.startswith("compile"),
             torch_compile_mode="reduce-overhead" if way == "compile, CUDA graphs" else None,
-            max_grad_norm=0.0 if "main_grad" in way else 1.0, logging_nan_inf_filter=not way.endswith(("no filter", "main_grad")),
+            max_grad_norm=0.0 if "main_grad" in way else 1.0, logging_nan_inf_filter=waits,
+            accelerator_config=None if waits else {"non_blocking": True},
         )  # fmt: skip
         rows = RandomRows(count, args.rows, args.length, model.config.vocab_size)
         trainer = Trainer(model=model, args=given, train_dataset=rows, optimizers=(optimizer, None), callbacks=[OnStep()])
@@ -129,7 +133,7 @@ def by_trainer(way: str, args: argparse.Namespace, clock: Clock) -> tuple[float,
     return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry), "".join(graphs)
 
 
-def by_step(args: argparse.Namespace, clock: Clock) -> tuple[float, str]:
+def by_step(args: argparse.Namespace, clock: Clock, clips: bool) -> tuple[float, str]:
     """Return the last loss of steps that are one CUDA graph."""
     model = model_of(args)
     huggingface.apply(model)
@@ -140,6 +144,8 @@ def by_step(args: argparse.Namespace, clock: Clock) -> tuple[float, str]:
     def train_step(**batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(**batch).loss
         loss.backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -165,8 +171,7 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     if not args.small:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run: Callable[[], tuple[float, str]] = lambda: by_step(args, clock) if way == "graphed_step" else by_trainer(way, args, clock)  # noqa: E731
-    loss, graphs = run()
+    loss, graphs = by_step(args, clock, "clipped" in way) if way.startswith("graphed_step") else by_trainer(way, args, clock)
     peak = 0.0 if args.small else torch.cuda.max_memory_allocated() / 2**30
     ms = statistics.median(clock.ms)
     return {"ms": ms, "ms_range": [min(clock.ms), max(clock.ms)], "peak_gib": peak, "loss": loss, "graphs": graphs}

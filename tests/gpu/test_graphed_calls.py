@@ -188,12 +188,22 @@ def model_steps(model, applied, main_grad, count=8, accumulate=2):
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("Llama", {}), ("Qwen3", {}), ("GPT2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}), ("Qwen3Moe", {})],
+    [("Llama", {}), ("Qwen3", {}), ("GPT2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}), ("Qwen3Moe", {})],
 )
 @pytest.mark.parametrize("main_grad", (False, True), ids=("grad", "main_grad"))
 def test_models_have_the_same_bits(family, options, main_grad):
     (model, applied), (other, plain) = pair(family, main_grad=main_grad, **options)
     same(model_steps(model, applied, main_grad), model_steps(other, plain, main_grad))  # both draw as graphs do
+    assert row(applied).by == "CUDA graphs of 1 shape" and row(applied).why is None
+    applied.undo()
+
+
+def test_attentions_dropout_is_pytorchs():
+    """It may take another kernel in a capture, or have other last bits: replays drop anew, and train."""
+    (model, applied), _ = pair("GPT2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.5)
+    batch = {"input_ids": ids(), "labels": ids()}
+    losses = {steps_of(model, [batch], 1).item() for _ in range(WARM + 6)}
+    assert len(losses) == WARM + 6
     assert row(applied).by == "CUDA graphs of 1 shape" and row(applied).why is None
     applied.undo()
 
@@ -283,16 +293,21 @@ def test_layers_that_the_cpu_drops_are_dropped_at_each_call():
 def test_undo_frees_the_graphs_memory():
     torch.manual_seed(0)
     model = made("Llama", **LARGER).to(CUDA, BF16).train()
+    tokens, reserved = ids(rows=64, tokens=512), []
+
+    def note():
+        gc.collect()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+
+    note()
     applied = huggingface.apply(model, graph=True)
-    tokens = ids(rows=64, tokens=512)
     steps_of(model, [{"input_ids": tokens, "labels": tokens}], WARM + 2)
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    note()
     applied.undo()
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < before / 2
+    note()
+    before, graphed, after = reserved
+    assert after - before < (graphed - before) / 4, reserved
 
 
 def test_rows_that_are_padded_are_as_near_as_without():

@@ -5,6 +5,7 @@ import gc
 import random
 import weakref
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onepass
 from onepass.gradients import graphed_calls as module
+from onepass.gradients.graph_surroundings import Surroundings
 from onepass.gradients.graphed_calls import GraphedCalls
 from onepass.parallel import AdamW, MainGrads
 from onepass.runtime.cuda_graph import CpuGenerators, whole_step
@@ -395,6 +397,40 @@ def test_a_model_that_has_changed_is_captured_anew(change, again, graphs):
         for one, theirs in zip(made.parameters(), other.parameters(), strict=True):
             assert one.grad is theirs.grad or torch.equal(one.grad, theirs.grad)
     assert len(graphs) == (4 if again else 2)
+
+
+def test_objects_that_are_others_and_say_the_same_hold():
+    made = nn.Sequential(Scaled(), nn.Linear(1, 1, bias=False), nn.ReLU())
+    made[0].config, made[0].table = SimpleNamespace(scale=1.0), torch.ones(3)  # a namespace is equal to one like it
+    surroundings = Surroundings(made)
+    for table in (torch.ones(3), torch.zeros(1), torch.ones(1), np.ones(2)):
+        made[0].table = table
+        assert surroundings.hold() and surroundings.hold()
+    made[0].config = SimpleNamespace(scale=1.0)
+    assert surroundings.hold()
+    made[0].config.scale = 2.0
+    assert not surroundings.hold()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: setattr(made[0].config, "scale", 2.0),
+        lambda made: setattr(made[0].config, "switch", True),
+        lambda made: setattr(made[0], "switch", True),
+        lambda made: setattr(made[1], "weight", nn.Parameter(made[1].weight.detach())),
+        lambda made: setattr(made[1], "bias", nn.Parameter(torch.ones(1))),
+        lambda made: made.add_module("2", nn.ReLU()),
+        lambda made: made[2].register_forward_hook(_hook),
+        lambda made: made[0].scaling.update(default=3.0),
+    ],
+)
+def test_what_says_something_else_does_not_hold(change):
+    made = nn.Sequential(Scaled(), nn.Linear(1, 1, bias=False), nn.ReLU())
+    surroundings = Surroundings(made)
+    assert surroundings.hold()
+    change(made)
+    assert not surroundings.hold() and not surroundings.hold()
 
 
 def test_a_model_that_changes_all_the_time_is_left_alone(graphs):

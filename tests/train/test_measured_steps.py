@@ -174,37 +174,33 @@ def test_other_errors_are_not_taken_for_the_captures(clock, graphs, monkeypatch)
 # ---- who measures ----
 
 
-RELEASED, UNKNOWN = "gradients whose memory is released", "which no GPU has run with and without yet"
-
-
 @pytest.mark.parametrize(
-    ("settings", "ranks", "reason"),
+    ("settings", "tensor", "data", "reason"),
     [
-        ({}, 1, None),
-        ({"hidden_dropout": 0.1}, 2, f"data-parallel ranks and dropout, {UNKNOWN}"),
-        ({"release_main_grads": True}, 1, RELEASED),
-        ({"hidden_dropout": 0.1}, 1, f"dropout, {UNKNOWN}"),
-        ({"attention_dropout": 0.1, **FP8}, 1, f"dropout and eight bits, {UNKNOWN}"),
-        ({"lora_rank": 2}, 1, f"adapters, {UNKNOWN}"),
+        ({}, 1, 1, None),
+        ({"hidden_dropout": 0.1}, 1, 1, None),
+        (FP8, 1, 1, None),
+        ({"lora_rank": 2}, 1, 1, None),
+        ({"attention_dropout": 0.1}, 1, 1, "attention dropout"),
+        ({"release_main_grads": True}, 1, 1, "gradients whose memory is released"),
+        ({}, 1, 2, "several ranks"),
+        ({}, 2, 1, "ranks that share a microbatch"),
     ],
 )
-def test_why_a_run_decides_nothing(settings, ranks, reason, monkeypatch):
+def test_why_a_run_decides_nothing(settings, tensor, data, reason):
     config, options = configured(**settings)
     update = make(config, options.replace(lora_rank=None), alone()).update
-    layout = ParallelLayout(torch.device("cuda"), data=RankGroup(size=ranks), ranks=ranks)
-    found = setup._why_not_measured(config, options, layout, update)
-    assert found == reason or found.startswith(f"{reason}, ")
-    monkeypatch.setattr(setup, "SHOWN", frozenset(("dropout", "eight bits", "adapters", "data-parallel ranks")))
-    assert (setup._why_not_measured(config, options, layout, update) is None) is ("release_main_grads" not in settings)
-    layout = ParallelLayout(torch.device("cuda"), tensor=RankGroup(size=2), data=RankGroup(size=ranks), ranks=2 * ranks)
-    assert setup._why_not_measured(config, options, layout, update).startswith("ranks that share a microbatch")
+    groups = {"tensor": RankGroup(size=tensor), "data": RankGroup(size=data)}
+    found = setup._why_not_measured(config, ParallelLayout(torch.device("cuda"), **groups, ranks=tensor * data), update)
+    assert found is reason is None or found.startswith(f"{reason}, ")
 
 
 def test_a_run_says_why_it_decides_nothing(monkeypatch):
     monkeypatch.setattr(setup, "_may_have_graphs", lambda *_: True)
     said = []
-    assert type(make(*configured(hidden_dropout=0.1), alone(), say=said.append).steps) is TrainSteps
-    assert said == [f"CUDA graph: not tried with dropout, {UNKNOWN}; --cuda-graphs captures one"]
+    assert type(make(*configured(release_main_grads=True), alone(), say=said.append).steps) is TrainSteps
+    reason = "gradients whose memory is released, which a graph would keep"
+    assert said == [f"CUDA graph: not tried with {reason}; --cuda-graphs captures one"]
 
 
 @pytest.mark.parametrize(

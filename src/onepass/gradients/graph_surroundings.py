@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -29,14 +30,46 @@ class Surroundings:
         self.trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self.unsupported = self._unsupported()
-        self._state = self._now()
+        self._look()
 
     def hold(self) -> bool:
-        return self._now() == self._state
+        """Whether all is as it was. It comes before each replay, so most calls compare objects alone, in half the time."""
+        if not self._has_same_objects():
+            if self._decisions() != self._decided:  # other objects may say the same
+                return False
+            self._look()
+        return self._places() == self._placed and [*map(repr, self._lists)] == self._listed
 
-    def _now(self) -> list[Any]:
-        places, parts, configs = map(_place_of, self._tensors), map(_state_of_module, self._modules), map(_plain, self._configs)
-        return [*parts, *configs, *places, *map(_state_of_parameter, self._parameters)]
+    def _has_same_objects(self) -> bool:
+        """Whether attributes are the same objects, or equal ones, and the same are registered with modules."""
+        try:
+            if self._attributes() != self._kept:
+                return False
+        except Exception:  # tensors and arrays that are others
+            return False
+        return [*map(len, self._registries)] == self._lengths and self._registered() == self._ids
+
+    def _look(self) -> None:
+        attributes = self._attributes()
+        self._kept = list(map(dict, attributes))
+        self._registries = [own[name] for own in attributes[: len(self._modules)] for name in (*_REGISTRIES, *_HOOKS)]
+        self._filled, self._lengths = list(filter(None, self._registries)), [*map(len, self._registries)]
+        self._alive = [list(registry.values()) for registry in self._filled]  # so that no other object gets their ids
+        self._ids = self._registered()
+        self._lists = [own[name] for own in attributes for name in _PEFTS if name in own]  # which change in place
+        self._decided, self._placed, self._listed = self._decisions(), self._places(), [*map(repr, self._lists)]
+
+    def _attributes(self) -> list[dict[str, Any]]:
+        return [getattr(owner, "__dict__", {}) for owner in (*self._modules, *self._configs)]
+
+    def _registered(self) -> list[int]:
+        return [*map(id, chain.from_iterable(registry.values() for registry in self._filled))]
+
+    def _decisions(self) -> list[Any]:
+        return [*map(_state_of_module, self._modules), *map(_plain, self._configs)]
+
+    def _places(self) -> list[Any]:
+        return [*map(_place_of, self._tensors), *map(_state_of_parameter, self._parameters)]
 
     def _unsupported(self) -> str | None:
         if not self.trained:
