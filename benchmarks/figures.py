@@ -17,6 +17,7 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/lora.json, lora_peers.json                   onepass bench lora
     scripts/rates.json                                   benchmarks/rates.py; benchmarks/planned.py sets plans beside steps
     scripts/two_gpus.json                                benchmarks/two_gpus.py
+    scripts/graphed_trainer.json, graphed_trainer_step.json        benchmarks/graphed_trainer.py, in two runs
 
 first_screen.py has the README's table and pictures, fusion_tables.py what each fusion brings to a step.
 
@@ -41,7 +42,7 @@ PAGES = [
 PICTURE, HEADLINE, GAINS, OPS, LOSS, FUSION = "picture", "headline", "gains", "ops", "loss", "fusion"
 LOSS_MEMORY, FUSIONS = "loss-memory", "fusions"
 TRAINING, LOSSES, PARALLEL, HUGGINGFACE, FP8, LORA = "training", "losses", "parallel", "huggingface", "fp8", "lora"
-HYBRIDS, TWO_GPUS = "hybrids", "two-gpus"
+HYBRIDS, TWO_GPUS, TRAINER = "hybrids", "two-gpus", "trainer"
 PLAN, PLAN_PUBLISHED = "plan", "plan_published"
 
 
@@ -397,7 +398,8 @@ def step_lines(results):
             figures = [f"{faster:.2f} x", f"{less:.2f}"] if found is not plain else ["", ""]
             figures = [f"**{figure}**" if way.startswith("onepass") else figure for figure in figures]
             speed = f"{found['ms']:.1f}", f"{found['tokens_per_s']:,.0f}", figures[0], f"{found['of_peak']:.2f}"
-            yield line([f"{title}, {SIZES[title]}", way, *speed, f"{found['peak_gib']:.1f}", figures[1]])
+            model = f"{title}, {SIZES[title]}, {short(results['gpu'])}"
+            yield line([model, way, *speed, f"{found['peak_gib']:.1f}", figures[1]])
 
 
 DETERMINISTIC = (
@@ -418,8 +420,8 @@ def training_tables(*folders):
         results = [each for each in results if any(PLAIN in ways for ways in each["rows"].values())]
         if not results:
             continue
-        commits = ", ".join({each["commit"]: 0 for each in results})
-        measured = f"One {results[0]['gpu']}, torch {results[0]['versions']['torch']}, commit {commits}."
+        runs = dict.fromkeys(f"one {each['gpu']}, torch {each['versions']['torch']}, commit {each['commit']}" for each in results)
+        measured = f"Measured on {'; '.join(runs)}."
         speed = "ms a step", "tokens/s", f"speed over {PLAIN}", "of cuBLAS's best"
         lines += [*([""] if lines else []), f"{said} {measured}", ""]
         lines += header("tokens", "", *speed, "peak GiB", f"of {PLAIN}'s")
@@ -550,6 +552,38 @@ def fp8_steps(results):
         for way in (way for way in found if way.startswith("onepass, fp8")):
             recipe = way.partition("fp8 ")[2] or "delayed"
             yield f"step of {model.replace('_', ' ')}, {SIZES[model]}, {order}, {recipe}", found[way], others
+
+
+NO_WAITS = 'logging_nan_inf_filter=False, accelerator_config={"non_blocking": True}'
+TRAINER_WAYS = {
+    "eager": "eager",
+    "liger": "Liger",
+    "compile": "`torch_compile=True`",
+    "compile, CUDA graphs": '`torch_compile=True, torch_compile_mode="reduce-overhead"`',
+    "compile, no waits": f"`torch_compile=True, {NO_WAITS}`",
+    "onepass": "onepass",
+    "onepass graph": "onepass, `graph=True`",
+    "onepass graph, no waits": f"onepass, `graph=True`, `{NO_WAITS}`",
+    "onepass graph, main_grad": "the same with `main_grad=True` and `applied.optimizer`: fp32 gradients and masters",
+}
+
+
+def trainer_table(path, of_a_step):
+    """Return a small model's steps under Trainer. `of_a_step`: another run's results, with graphed_step."""
+    results, other = (json.loads(each.read_text()) for each in (path, of_a_step))
+    versions, rows = results["versions"], results["rows"]
+    step, graph = other["rows"]["graphed_step"]["ms"], other["rows"]["onepass graph"]["ms"]
+    lines = [
+        f"One {results['gpu']}, torch {versions['torch']}; commit {results['commit']}. A loop of one's own with `graphed_step` "
+        f"takes {step:.1f} ms, in a run where `graph=True` takes {graph:.1f} (commit {other['commit']}).",
+        "",
+        *header("", "ms a step", "of eager's ms", "peak GiB"),
+    ]
+    for way, words in TRAINER_WAYS.items():
+        share = f"{rows[way]['ms'] / rows['eager']['ms']:.2f}"
+        share = f"**{share}**" if way.startswith("onepass") else share
+        lines.append(line([words, f"{rows[way]['ms']:.1f}", share, f"{rows[way]['peak_gib']:.1f}"]))
+    return "\n".join(lines)
 
 
 def fp8_huggingface(results):
@@ -841,6 +875,7 @@ def all_figures(folder=RESULTS):
         TWO_GPUS: two_gpus_table(scripts / "two_gpus.json"),
         HUGGINGFACE: huggingface_table(scripts / "huggingface.json"),
         HYBRIDS: "\n\n".join(huggingface_table(path, but=None) for each in every for path in sorted(each.glob("hybrids_*.json"))),
+        TRAINER: trainer_table(scripts / "graphed_trainer.json", scripts / "graphed_trainer_step.json"),
         FP8: fp8_tables(folder.parent),
         PLAN: plan_table(planned),
         PLAN_PUBLISHED: published_table(published),

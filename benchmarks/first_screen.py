@@ -74,7 +74,7 @@ def runs_of_models(folders: Iterable[Path], case: str) -> Iterator[tuple[str, di
 
 
 def runs_of_trainer(folders: Iterable[Path]) -> Iterator[tuple[str, dict[str, Cost]]]:
-    """Yield a small model's steps under Trainer."""
+    """Yield a small model's steps under Trainer, by its default arguments."""
     names = {
         "liger": "Liger",
         "compile": "torch.compile",
@@ -85,7 +85,7 @@ def runs_of_trainer(folders: Iterable[Path]) -> Iterator[tuple[str, dict[str, Co
         ways = {names.get(name, name): way for name, way in results["rows"].items() if "ms" in way}
         yield (
             short(results["gpu"]),
-            {name: Cost(way["ms"], way["peak_gib"]) for name, way in ways.items() if name != "graphed_step"},
+            {name: Cost(way["ms"], way["peak_gib"]) for name, way in ways.items() if name in {EAGER, OURS, *names.values()}},
         )
 
 
@@ -157,7 +157,7 @@ def rows_of(folders: list[Path]) -> dict[str, Row]:
         "policy": row_of("Log-probabilities and entropies of a policy, 8192 x 4096 x 151936", head),
         "loss": row_of(f"`linear_cross_entropy`, {LOSS}", runs_of_loss(folders, LOSS)),
         "fp8": row_of("Pretrain Llama 1B in eight bits, 4 x 4096 tokens", in_eight_bits, "onepass, fp8"),
-        "small": row_of("Pretrain GPT 124M with a CUDA graph, 16 x 1024 tokens", small, GRAPHED),
+        "small": row_of("Pretrain GPT 124M, 16 x 1024 tokens, with a CUDA graph", small, GRAPHED),
         "plain": row_of("Pretrain Llama 1B, 4 x 4096 tokens", large),
     }
     return {name: row for name, row in found.items() if row is not None}

@@ -68,7 +68,7 @@ def test_steps_of_any_order_have_a_table_of_their_own(tmp_path):
     ways["plain"] = ways["onepass"] | {"ms": 12.0, "peak_gib": 2.0}
     results = {"commit": "0123", "gpu": "NVIDIA H200", "versions": {"torch": "2.11"}, "rows": {"1B": ways}}
     (tmp_path / "gpt_1B.json").write_text(json.dumps(results))
-    assert "| 1B, 4 x 4096 | onepass | 10.0 | 5 | **1.20 x** | 0.50 | 1.0 | **0.50** |" in figures.training_tables(tmp_path)
+    assert "| 1B, 4 x 4096, H200 | onepass | 10.0 | 5 | **1.20 x** | 0.50 | 1.0 | **0.50** |" in figures.training_tables(tmp_path)
     (tmp_path / "gpt_free_1B.json").write_text(json.dumps(results | {"commit": "4567"}))
     made = figures.training_tables(tmp_path)
     assert made.index("commit 0123") < made.index("--no-deterministic") < made.index("commit 4567")
