@@ -72,7 +72,7 @@ def test_steps_of_any_order_have_a_table_of_their_own(tmp_path):
     (tmp_path / "gpt_free_1B.json").write_text(json.dumps(results | {"commit": "4567"}))
     made = figures.training_tables(tmp_path)
     assert made.index("commit 0123") < made.index("--no-deterministic") < made.index("commit 4567")
-    assert made.count("| 1B, 4 x 4096 | onepass |") == 2
+    assert made.count("| 1B, 4 x 4096, H200 | onepass |") == 2
 
 
 def test_each_op_has_a_section_on_its_page_and_each_gpu_a_table(kept, tmp_path):
