@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -40,30 +41,23 @@ class Surroundings:
             self._look()
         return self._places() == self._placed and [*map(repr, self._lists)] == self._listed
 
-    def _has_same_objects(self) -> bool:
-        """Whether attributes are the same objects, or equal ones, and the same are registered with modules."""
-        try:
-            if self._attributes() != self._kept:
-                return False
-        except Exception:  # tensors and arrays that are others
-            return False
-        return [*map(len, self._registries)] == self._lengths and self._registered() == self._ids
-
     def _look(self) -> None:
-        attributes = self._attributes()
-        self._kept = list(map(dict, attributes))
-        self._registries = [own[name] for own in attributes[: len(self._modules)] for name in (*_REGISTRIES, *_HOOKS)]
-        self._filled, self._lengths = list(filter(None, self._registries)), [*map(len, self._registries)]
-        self._alive = [list(registry.values()) for registry in self._filled]  # so that no other object gets their ids
-        self._ids = self._registered()
-        self._lists = [own[name] for own in attributes for name in _PEFTS if name in own]  # which change in place
+        owners = self._attributes()
+        self._owners = [*owners, *(own[name] for own in owners[: len(self._modules)] for name in (*_REGISTRIES, *_HOOKS))]
+        self._filled = list(filter(None, self._owners))
+        self._lengths, self._objects = [*map(len, self._owners)], [*self._values()]
+        self._lists = [own[name] for own in owners for name in _PEFTS if name in own]  # which change in place
         self._decided, self._placed, self._listed = self._decisions(), self._places(), [*map(repr, self._lists)]
+
+    def _has_same_objects(self) -> bool:
+        """Whether attributes of modules and configs, and what is registered with modules, are the same objects."""
+        return [*map(len, self._owners)] == self._lengths and all(map(is_, self._values(), self._objects))
+
+    def _values(self) -> Iterable[Any]:
+        return chain.from_iterable(map(dict.values, self._filled))
 
     def _attributes(self) -> list[dict[str, Any]]:
         return [getattr(owner, "__dict__", {}) for owner in (*self._modules, *self._configs)]
-
-    def _registered(self) -> list[int]:
-        return [*map(id, chain.from_iterable(registry.values() for registry in self._filled))]
 
     def _decisions(self) -> list[Any]:
         return [*map(_state_of_module, self._modules), *map(_plain, self._configs)]
