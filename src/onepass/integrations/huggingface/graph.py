@@ -13,6 +13,7 @@ one must not, and tokens without a label at the end must leave the loss. Where t
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ class GraphedForward(ModelForward):
     def _function(self, model: Any) -> Callable[..., Any]:
         there = vars(model).get("forward")
         inner = there if isinstance(there, ModelForward) else ModelForward(model)
+        parameters = parameters_of(model)  # .1 ms, so not at each call
 
         @functools.wraps(inner.__func__)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +95,7 @@ class GraphedForward(ModelForward):
             if torch.compiler.is_compiling():
                 leave_to_compiler()
                 return inner.__func__(self, *args, **kwargs)
-            return graphs(self, inner.__func__, args, kwargs)
+            return graphs(self, inner.__func__, parameters, args, kwargs)
 
         def leave_to_compiler() -> None:
             """Note why there are no graphs. A compiler calls it as it traces."""
@@ -120,8 +122,14 @@ class ModelGraphs:
     def __reduce__(self) -> tuple[Any, ...]:
         return ModelGraphs, ()
 
-    def __call__(self, model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parameters = parameters_of(model)
+    def __call__(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        parameters: dict[str, inspect.Parameter],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         absent = {name for name, parameter in parameters.items() if given.get(name) is None and parameter.default is None}
         given = {name: value for name, value in given.items() if name not in absent}
