@@ -410,6 +410,25 @@ def test_objects_that_are_others_and_say_the_same_hold():
 @pytest.mark.parametrize(
     "change",
     [
+        lambda made: setattr(made[1].weight, "data", made[1].weight.data.clone()),
+        lambda made: setattr(made[1].weight, "main_grad", torch.zeros(1, 1)),
+        lambda made: made[1].weight.requires_grad_(False),
+        lambda made: made[0].scaling.update(default=3.0),
+    ],
+)
+def test_what_changes_beside_such_an_object_does_not_hold(change):
+    made = nn.Sequential(Scaled(), nn.Linear(1, 1, bias=False))
+    surroundings = Surroundings(made)
+    made[0].table = torch.ones(3)
+    assert surroundings.hold()
+    made[0].table = torch.ones(3)
+    change(made)
+    assert not surroundings.hold() and not surroundings.hold()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         lambda made: setattr(made[0].config, "scale", 2.0),
         lambda made: setattr(made[0], "config", Config()),
         lambda made: setattr(made[0].config, "switch", True),

@@ -31,23 +31,25 @@ class Surroundings:
         self.trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
         self.device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self.unsupported = self._unsupported()
-        self._look()
+        self._note_objects()
+        self._decided, self._placed, self._listed = self._decisions(), self._places(), [*map(repr, self._lists)]
 
     def hold(self) -> bool:
         """Whether all is as it was. It comes before each replay, so most calls compare objects alone, in half the time."""
+        if self._places() != self._placed or [*map(repr, self._lists)] != self._listed:
+            return False
         if not self._has_same_objects():
             if self._decisions() != self._decided:  # other objects may say the same
                 return False
-            self._look()
-        return self._places() == self._placed and [*map(repr, self._lists)] == self._listed
+            self._note_objects()
+        return True
 
-    def _look(self) -> None:
-        owners = self._attributes()
+    def _note_objects(self) -> None:
+        owners = [getattr(owner, "__dict__", {}) for owner in (*self._modules, *self._configs)]
         self._owners = [*owners, *(own[name] for own in owners[: len(self._modules)] for name in (*_REGISTRIES, *_HOOKS))]
         self._filled = list(filter(None, self._owners))
         self._lengths, self._objects = [*map(len, self._owners)], [*self._values()]
         self._lists = [own[name] for own in owners for name in _PEFTS if name in own]  # which change in place
-        self._decided, self._placed, self._listed = self._decisions(), self._places(), [*map(repr, self._lists)]
 
     def _has_same_objects(self) -> bool:
         """Whether attributes of modules and configs, and what is registered with modules, are the same objects."""
@@ -55,9 +57,6 @@ class Surroundings:
 
     def _values(self) -> Iterable[Any]:
         return chain.from_iterable(map(dict.values, self._filled))
-
-    def _attributes(self) -> list[dict[str, Any]]:
-        return [getattr(owner, "__dict__", {}) for owner in (*self._modules, *self._configs)]
 
     def _decisions(self) -> list[Any]:
         return [*map(_state_of_module, self._modules), *map(_plain, self._configs)]
