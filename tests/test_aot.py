@@ -40,6 +40,32 @@ def test_tokens_are_ordered_without_an_exchange_of_layouts(tmp_path):
     assert [row["shared"] for row in rows if row["kernel"] == "embedding.forward embedding"] == [256]
 
 
+WRONG = """
+        /*35f0*/                   UIADD3 UR4, UP0, UR7, 0x20, URZ ;
+        /*3600*/                   UIADD3.X UR5, UR7, -0x3ffffff0, URZ, UP0, !UPT ;
+"""
+
+
+@pytest.mark.parametrize(
+    "right",
+    (WRONG.replace(".X UR5, UR7", ".X UR5, UR8"), WRONG.replace(", URZ ;", ", URZ ;\n /*35f8*/ UIMAD.WIDE UR6, UR1, UR2, UR3 ;")),
+)
+def test_an_address_of_one_register_is_a_failure(right):
+    with pytest.raises(RuntimeError, match="UR7 is both halves of an address"):
+        aot._check_addresses(WRONG)
+    aot._check_addresses(right)
+
+
+@pytest.mark.parametrize(("arch", "ptx", "told"), [(90, "wgmma.mma_async", True), (90, "mma.sync", False), (100, "wgmma", False)])
+def test_what_the_compiler_gets_wrong_is_told(arch, ptx, told, monkeypatch):
+    said = {"cuobjdump": "Function k:\n REG:40 STACK:0 SHARED:0", "nvdisasm": WRONG}
+    monkeypatch.setattr(aot, "_read_cubin", lambda _, tool, *options: said[tool])
+    compiled = SimpleNamespace(asm={"ptx": ptx}, metadata=SimpleNamespace(shared=8))
+    monkeypatch.setattr(aot, "_binary", lambda *_: compiled)
+    row = aot._compile(aot.launches("latent_attention 5x32/16")[0], arch)
+    assert ("both halves" in row.failure) is told and row.fine is not told
+
+
 def test_nothing_chosen_is_a_failure():
     assert aot.main(["--only", "no such call"]) == 1
 
@@ -138,8 +164,8 @@ def test_known_spills_are_allowed_where_they_are_known():
 )
 def test_spills_are_counted_in_the_code_of_what_has_a_stack(stack, code, spills, monkeypatch):
     said = {"cuobjdump": f"Function k:\n REG:40 STACK:{stack} SHARED:0", "nvdisasm": code}
-    monkeypatch.setattr(aot, "_tool", lambda name, *_: said[name])
-    compiled = SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=8))
+    monkeypatch.setattr(aot, "_read_cubin", lambda _, tool, *options: said[tool])
+    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=8))
     assert aot._usage(compiled) == (40, 8, spills)
 
 

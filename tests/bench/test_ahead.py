@@ -67,6 +67,12 @@ def test_forward_and_backward_run_in_one_thread_that_is_not_this_one() -> None:
     assert forward == backward != threading.get_ident()
 
 
+def test_other_packages_begin() -> None:
+    bench = changed(norm.BENCH, contenders=lambda _: [Contender("eager", _twice), Contender("peer", _twice, package="Liger")])
+    tasks = ahead.tasks_of([runner.BenchPlan(bench, [CASE], lambda _: True, quick=True)])
+    assert [contender.name for _, _, contender in tasks] == ["peer", "eager"]
+
+
 def test_in_eight_bits_there_is_a_step_before() -> None:
     _compile(Contender("twice", _twice), case=dataclasses.replace(CASE, fp8=True))
     assert len(_Twice.threads) == 4

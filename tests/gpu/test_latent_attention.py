@@ -14,7 +14,7 @@ from onepass.ops.attention.by_cudnn import has_cudnn
 module = importlib.import_module("onepass.ops.attention.latent_attention")
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), other_stream]
-SIZES = ((128, 64, 128), (192, 64, 256), (64, 32, 64), (64, 64, 128), (10, 6, 80))
+SIZES = ((128, 64, 128), (192, 64, 256), (64, 32, 64), (64, 64, 128), (10, 6, 80), (24, 8, 16), (48, 16, 32), (64, 16, 16))
 
 
 def inputs(B=2, S=2048, heads=16, nope=128, rope=64, V=128, dtype=BF16):

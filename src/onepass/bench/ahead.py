@@ -24,9 +24,12 @@ Task = tuple[BenchPlan, BenchCase, Contender]
 
 
 def tasks_of(plans: Sequence[BenchPlan]) -> list[Task]:
-    """Return what to compile. Compilers that take one thread at a time wait until it is measured."""
+    """Return what to compile, other packages' first: they are imported too, and may try tiles.
+
+    Compilers that take one thread at a time wait until it is measured.
+    """
     tasks = [(plan, case, contender) for plan in plans for case in plan.cases for contender in plan.contenders(case)]
-    return [task for task in tasks if not task[2].slow_start]
+    return sorted((task for task in tasks if not task[2].slow_start), key=lambda task: task[2].package is None)
 
 
 def compile_ahead(tasks: Sequence[Task], clock: Clock, tick: Tick) -> None:

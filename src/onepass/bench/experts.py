@@ -36,7 +36,7 @@ _QWEN, _MIXTRAL, _GPT_OSS = (16384, 2048, 128, 768, 8), (16384, 4096, 8, 14336, 
 _SMALL, _TINY = (256, 128, 8, 96, 2), (64, 64, 4, 32, 2)
 _SHAPES = Shapes(
     gpu={"swiglu": [_QWEN, _MIXTRAL], "swiglu main_grad": [_QWEN], "gpt-oss": [_GPT_OSS]},
-    gpu_quick={"swiglu": [_QWEN]},
+    gpu_quick={"swiglu": [(4096, *_QWEN[1:])]},
     cpu={"swiglu": [_SMALL], "swiglu main_grad": [_SMALL], "gpt-oss": [_SMALL]},
     cpu_quick={"swiglu": [_TINY]},
 )

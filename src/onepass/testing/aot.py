@@ -250,7 +250,10 @@ def _compile(launched: Launch, arch: int) -> Compiled:
     """Compile for `arch` and read the binary. It never raises, because one failure must not hide the others."""
     row = Compiled(launched.name, launched.call.label, short(launched.call.dtype), arch)
     try:
-        registers, shared, spills = _usage(_binary(launched, arch))
+        compiled = _binary(launched, arch)
+        registers, shared, spills = _usage(compiled)
+        if arch == 90 and "wgmma" in compiled.asm["ptx"]:
+            _check_addresses(_disassembled(compiled))
     except Exception as error:  # ptxas and Triton raise errors of any type
         lines = str(error).strip().splitlines()
         return Compiled(**asdict(row) | {"failure": f"{type(error).__name__}: {lines[-1] if lines else ''}"})
@@ -269,24 +272,59 @@ def _binary(launched: Launch, arch: int) -> Any:
 
 def _usage(compiled: Any) -> tuple[int, int, int]:
     """Return registers, bytes of shared memory, and the number of spill instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        match = re.search(r"REG:(\d+).*?STACK:(\d+)|STACK:(\d+).*?REG:(\d+)", usage)
-        if match is None:
-            raise RuntimeError(f"cuobjdump says nothing of registers: {usage.strip()!r}")
-        registers, stack = int(match[1] or match[4]), int(match[2] or match[3])
-        # A kernel that spills has a stack. Disassembly takes longer than compilation, so skip it for kernels without one.
-        code = _tool("nvdisasm", file.name) if stack else ""
+    usage = _read_cubin(compiled, "cuobjdump", "-res-usage")
+    match = re.search(r"REG:(\d+).*?STACK:(\d+)|STACK:(\d+).*?REG:(\d+)", usage)
+    if match is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {usage.strip()!r}")
+    registers, stack = int(match[1] or match[4]), int(match[2] or match[3])
+    # A kernel that spills has a stack. Disassembly takes longer than compilation, so skip it for kernels without one.
+    code = _disassembled(compiled) if stack else ""
     # nvdisasm does not support every architecture. For others count the stack's bytes instead.
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code)) if code.strip() else stack
     return registers, compiled.metadata.shared, spills
 
 
-def _tool(name: str, *args: str) -> str:
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *args], capture_output=True, text=True).stdout
+_LOW = re.compile(r"UIADD3 (UR\d+), (UP\d), (UR\d+), [^,]+, URZ ;")  # the low half of a sum of 64 bits, and its carry
+_HIGH = re.compile(r"UIADD3\.X UR\d+, (\w+), [^,]+, \w+, (UP\d)")
+_WRITES = re.compile(r"\*/ +(?:@\S+ )?U(\S+) (?:UP\d, )?UR(\d+),")
+
+
+def _check_addresses(code: str) -> None:
+    """Raise where ptxas adds to an address whose low and high half are one register.
+
+    ptxas 12.8 does that to a tile in shared memory whose rows are shorter than another's: the product then reads elsewhere.
+    """
+    lines = code.splitlines()
+    for number, line in enumerate(lines):
+        low = _LOW.search(line)
+        if low is None or low[1] == low[3]:
+            continue
+        for later in lines[number + 1 : number + 12]:
+            high = _HIGH.search(later)
+            if high and high[2] == low[2]:
+                if high[1] == low[3]:
+                    raise RuntimeError(f"{low[3]} is both halves of an address: ptxas compiled it wrongly")
+                break
+            if (writes := _WRITES.search(later)) and low[3] in _written(writes[1], int(writes[2])):
+                break  # it may be the high half now
+
+
+def _written(instruction: str, register: int) -> tuple[str, ...]:
+    wide = ".WIDE" in instruction or ".64" in instruction
+    return tuple(f"UR{at}" for at in range(register, register + 1 + wide))
+
+
+def _disassembled(compiled: Any) -> str:
+    return _read_cubin(compiled, "nvdisasm")
+
+
+def _read_cubin(compiled: Any, tool: str, *options: str) -> str:
+    """Return what a tool of Triton's says of a binary."""
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True).stdout
 
 
 # ---- in several processes ----

@@ -152,8 +152,12 @@ class HeadSizes(NamedTuple):
     values: int  # of values, and of what attention returns
 
     def widths(self) -> tuple[int, int, int, int]:
-        """Return both widths, each with its tiles'."""
-        return self.width, head_block(self.width), self.values, head_block(self.values)
+        """Return both widths, each with its tiles'.
+
+        Values' tiles have 128 bytes a row, or as many as queries': of narrower ones ptxas 12.8 gets addresses wrong.
+        """
+        queries = head_block(self.width)
+        return self.width, queries, self.values, max(head_block(self.values), min(64, queries))
 
 
 @lru_cache(1024)

@@ -316,7 +316,7 @@ def _attention_call(
 
 
 _LATENT_HEADS = (  # heads, nope, rope, v: DeepSeek V3's, GLM 4.7 Flash's, MiniCPM 3's, Mistral 4's, and other widths
-    (128, 128, 64, 128), (20, 192, 64, 256), (40, 64, 32, 64), (32, 64, 64, 128), (3, 74, 6, 16),
+    (128, 128, 64, 128), (20, 192, 64, 256), (40, 64, 32, 64), (32, 64, 64, 128), (3, 74, 6, 16), (5, 24, 8, 16),
 )  # fmt: skip
 
 
