@@ -101,7 +101,7 @@ def step(way, tensors, main=None, **options):
 
 # ---- against fp64: every kind of tile ----
 
-SIZES = (37, 1000, 4096, 4097, 32000, 36864, 36865, 50257, 65536, 65537, 128256)
+SIZES = (20, 37, 1000, 4096, 4097, 32000, 36864, 36865, 50257, 65536, 65537, 128256)
 ASKED = {
     "plain": {},
     "stats": {"full": True},

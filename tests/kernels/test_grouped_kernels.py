@@ -83,6 +83,17 @@ def test_layers_of_experts_run_by_them(transposed, monkeypatch):
         assert near(ours, loops.double(), 2**-7)
 
 
+def test_pytorchs_product_gets_what_it_can_read():
+    """It raises for what does not begin, or whose rows or columns do not follow, at multiples of 16 bytes."""
+    whole = torch.randn(4, 16, 11, dtype=torch.bfloat16)
+    for x in (torch.randn(4, 16, 8, dtype=torch.bfloat16), whole[..., :8].contiguous().mT, whole[0, :, :8].contiguous()):
+        assert grouped_product._readable(x) is x
+    later, apart = whole.view(-1)[1:513].view(4, 16, 8), whole.view(-1)[:256].view(16, 8, 2)[..., 0]
+    for x in (whole[..., 1:9], whole[..., :8].mT, later, apart):
+        copy = grouped_product._readable(x)
+        assert copy.equal(x) and copy.is_contiguous() and copy.data_ptr() != x.data_ptr()
+
+
 def test_who_takes_rows(monkeypatch):
     def takes(rows=1024, groups=8, dtype=torch.bfloat16, x=None, weight=None):
         x = torch.zeros(4, 16, dtype=dtype) if x is None else x

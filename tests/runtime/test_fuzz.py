@@ -234,3 +234,15 @@ def test_the_judge_sees_one_wrong_row():
     exact = torch.cat([torch.full((40, 64), 1e4), torch.full((1, 64), 1e-4)])
     (words,) = _judged(lambda y: torch.cat([y[:40], y[40:] * 1.01]), exact)
     assert words.startswith("y worst row")
+
+
+def test_a_gpu_that_is_lost_hides_no_case(monkeypatch):
+    """Its generator can't be set then, and its error would be what is shown."""
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lost)
+    outcome = fuzz.Outcome("softmax", 5, lost=True)
+    assert fuzz.keeps_generators(lambda device: outcome)(device=torch.device("cuda", 0)) is outcome

@@ -16,6 +16,7 @@ from torch import Tensor
 from onepass.kernels.grouped_kernels import multiply_rows, triton_multiplies
 from onepass.kernels.quack_product import add_by_quack, multiply_by_quack, quack_multiplies
 from onepass.runtime.batch_invariance import invariant
+from onepass.runtime.dispatch import has_address
 from onepass.runtime.fp8 import MULTIPLE, fits_fp8
 from onepass.runtime.op import Registered
 from onepass.runtime.sizes import compute_capability
@@ -55,10 +56,10 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a @ b[g].T for each group's rows. Both have the same type."""
     if a.shape[0] and torch_can_group(a, b):  # PyTorch's refuses no rows
         if invariant():  # PyTorch's takes any number of rows
-            return F.grouped_mm(a, b.mT, offs=ends)
+            return _by_torch(a, b.mT, ends)
         if quack_multiplies(a, b, a.shape[0] * b.shape[1] * b.shape[2]):
             return multiply_by_quack(a, b, ends)
-        return multiply_rows(a, b, ends) if triton_multiplies(a, b, a.shape[0]) else F.grouped_mm(a, b.mT, offs=ends)
+        return multiply_rows(a, b, ends) if triton_multiplies(a, b, a.shape[0]) else _by_torch(a, b.mT, ends)
     return _by_group(a, b, ends)  # type: ignore[no-any-return]
 
 
@@ -66,10 +67,23 @@ def grouped_gradient(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a.T @ b of each group's rows [G, N, K], for operands that `torch_can_group`."""
     N, K = a.shape[1], b.shape[1]
     if not quack_multiplies(a, b, a.shape[0] * N * K, of_gradient=True):
-        return F.grouped_mm(a.mT, b, offs=ends)
+        return _by_torch(a.mT, b, ends)
     out = a.new_empty(ends.shape[0], N, K)
     add_by_quack(out, a, b, ends, keep=False)
     return out
+
+
+def _by_torch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(_readable(a), _readable(b), offs=ends)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return x, or a copy where PyTorch's product would raise: it reads 16 bytes at a time, along one of the last dimensions."""
+    if not has_address(x):
+        return x  # the compiler copies what does not begin at a multiple of 16 bytes
+    strides = x.stride()
+    reads = 1 in strides[-2:] and sum([stride % _ALIGNED > 0 for stride in strides]) == 1 and x.data_ptr() % 16 == 0
+    return x if reads else x.clone(memory_format=torch.contiguous_format)
 
 
 def _by_group_now(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from onepass.kernels.language import device_function, tl
 from onepass.ops.loss.formula import LossTerms
 from onepass.ops.loss.targets import Targets
 
+APART = 64  # rows of logits are a multiple of this many columns apart: the least that a piece of a row has
 LOG2_E = tl.constexpr(1.4426950408889634)
 # numbers a row: largest logit, sum of exponentials, label's logit, sum of logits, entropy's sum, first largest, sum of squares
 PLANES = 7

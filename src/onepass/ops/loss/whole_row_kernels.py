@@ -16,6 +16,7 @@ from onepass.kernels.launch import Bound, kernel
 from onepass.kernels.rows import aligned, known_align, still_packed
 from onepass.ops.loss.formula import LossTerms
 from onepass.ops.loss.row_functions import (
+    APART,
     LOG2_E,
     PLANES,
     RowSums,
@@ -155,7 +156,7 @@ def tiles_of_rows(W: int, smoothed: bool, more: bool) -> tuple[int, int]:
     `more`: logits are capped or all statistics are needed, which takes registers.
     """
     if W <= 4096:
-        return power_of_two(max(W, 32)), max(1, power_of_two(W) // 512)
+        return power_of_two(max(W, APART)), max(1, power_of_two(W) // 512)
     if more:
         return 4096, 8
     if W <= 36864 or (W <= 65536 and smoothed):

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from onepass.ops.loss.lora import cast_lora
+from onepass.ops.loss.row_functions import APART
 from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import cast
 from onepass.runtime.sizes import ceil_div
 
-_APART = 64  # rows of logits are a multiple of this many columns apart
 _EVEN = 8  # products whose sizes are multiples of this run at full speed
 _JOINED = 4224  # columns of a weight and LoRA's b side by side: as 33 tiles of 128, in whole waves on 132 multiprocessors
 _CPU_COLUMNS = 4096  # columns widened at a time: a CPU can't sum 16-bit products in fp32
@@ -158,7 +158,7 @@ def head_of(
 def padded_rows(weight: Tensor, use_triton: bool) -> int:
     """Rows of a padded copy of the weight, whose products are faster; 0 if the weight needs none."""
     V = weight.shape[0]
-    return ceil_div(V, _APART) * _APART if use_triton and V % _EVEN and weight.is_cuda else 0
+    return ceil_div(V, APART) * APART if use_triton and V % _EVEN and weight.is_cuda else 0
 
 
 def operand_bytes(rows: int, weight: Tensor, low_rank: int, size: int) -> int:
@@ -170,7 +170,7 @@ def operand_bytes(rows: int, weight: Tensor, low_rank: int, size: int) -> int:
 def _padded(t: Tensor) -> Tensor:
     """Copy `t` with zeros after its last row."""
     V = t.shape[0]
-    padded = t.new_empty(ceil_div(V, _APART) * _APART, *t.shape[1:])
+    padded = t.new_empty(ceil_div(V, APART) * APART, *t.shape[1:])
     padded[:V] = t
     padded[V:] = 0
     return padded
@@ -208,7 +208,7 @@ def new_logits(head: Head, rows: int, columns: int, dtype: torch.dtype | None = 
     the product and then the sum, up to 1.4 times the error. With LoRA the bias is an operand's column.
     """
     # on a CPU PyTorch's bf16 products read what lies between rows, and NaN there comes into the result
-    width = ceil_div(columns, _APART) * _APART if head.hidden.is_cuda else columns
+    width = ceil_div(columns, APART) * APART if head.hidden.is_cuda else columns
     if head.bias is not None and head.lora is None:
         width = min(width, max(columns, head.weight.shape[0]))
     return head.hidden.new_empty(rows, width, dtype=dtype or head.logits)

@@ -19,7 +19,15 @@ from onepass.kernels.rows import aligned, known_align
 from onepass.ops.loss.linear_divergence import rows as by_pytorch
 from onepass.ops.loss.linear_divergence.formula import KINDS, PLANES, DivergenceTerms
 from onepass.ops.loss.linear_divergence.rows import LogitRows
-from onepass.ops.loss.row_functions import LOG2_E, finished_logit, gradient_of, numbers_of, probability_under, store_gradients
+from onepass.ops.loss.row_functions import (
+    APART,
+    LOG2_E,
+    finished_logit,
+    gradient_of,
+    numbers_of,
+    probability_under,
+    store_gradients,
+)
 from onepass.runtime.sizes import power_of_two
 
 NORMALISERS, MIXTURE, GRADIENT = 1, 2, 3  # sweeps, from BEGIN to END
@@ -317,9 +325,10 @@ class PieceTiles(NamedTuple):
 
 
 def tiles_of_rows(W: int, kind: str, gradient: bool) -> PieceTiles:
-    """Tiles by measurement. With a gradient one program fills a multiprocessor: what it reads again should stay in caches."""
+    """Tiles by measurement, and pieces as wide as a row's room. With a gradient one program fills a multiprocessor: what it reads
+    again should stay in caches."""
     if W <= 4096:
-        return PieceTiles(power_of_two(max(W, 32)), max(1, power_of_two(W) // 512), 0)
+        return PieceTiles(power_of_two(max(W, APART)), max(1, power_of_two(W) // 512), 0)
     if kind == "jsd":
         return PieceTiles(4096, 16, 1)  # it has more to hold for each column
     if not gradient:
