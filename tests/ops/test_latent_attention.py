@@ -118,6 +118,32 @@ def test_slices_of_one_product_are_read_where_they_lie(monkeypatch):
 # ---- what is refused, and what is said ----
 
 
+def test_pytorchs_attention_gets_addresses_that_it_can_read(monkeypatch):
+    """On a GPU it reads 16 bytes at a time wherever a tensor begins, and such an access ends the process's use of the GPU."""
+
+    def unaligned(t):
+        return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+    def step():
+        y = onepass.latent_attention(*leaves, **tables, backend="torch")
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    def attend(parts, *rest):
+        y = stock(parts, *rest)
+        y.register_hook(read.append)
+        read.extend(parts)
+        return y
+
+    tensors, tables, dy = draw(Case(nope=6, rope=10, V=32))  # values begin 12 bytes after a head of kv
+    leaves, dy, read, stock = [unaligned(t).requires_grad_() for t in tensors], unaligned(dy), [], module.attention_by_pytorch
+    expected = step()
+    monkeypatch.setattr(module, "_is_read_by_address", lambda _: True)
+    monkeypatch.setattr(module, "attention_by_pytorch", attend)
+    assert equal(step(), expected)
+    assert len(read) == 4
+    assert all(t.data_ptr() % 16 == 0 and not any(stride % 8 for stride in t.stride()[:-1]) for t in read)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     (

@@ -298,7 +298,9 @@ def run_watched(group, how):
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     layout = replace(_groups(configured()[0], device), hosts=HOSTS)
     ended = patch.object(watch.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit))
-    with ended, patch.object(watch.os, "write", lambda number, line: said.append(line.decode())):
+    told = dist.broadcast_object_list  # by onepass train's gloo, which these worlds have not beside NCCL
+    by_device = patch.object(dist, "broadcast_object_list", lambda objects, source, device: told(objects, source, device=layout.device))
+    with ended, by_device, patch.object(watch.os, "write", lambda number, line: said.append(line.decode())):
         watching = RankWatch(layout, timedelta(seconds=3.0))
         watching.add(layout)
         dist.barrier()

@@ -38,7 +38,15 @@ from onepass.ops.attention.sharding import table_split
 from onepass.runtime.backend import NATIVE, choose, run_other
 from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.checks import check_device, check_floating, check_number
-from onepass.runtime.dispatch import cast, fast_apply, needs_grad, not_twice_differentiable, product_type, under_functorch
+from onepass.runtime.dispatch import (
+    cast,
+    fast_apply,
+    has_address,
+    needs_grad,
+    not_twice_differentiable,
+    product_type,
+    under_functorch,
+)
 from onepass.runtime.documents import check_documents, tables_of_documents
 from onepass.runtime.op import Call, Registered, define_op
 from onepass.runtime.sharding import (
@@ -120,15 +128,29 @@ def _parts(
 
 
 def _by_pytorch(parts: Parts, options: LatentOptions, cu_seqlens: Tensor | None) -> Tensor:
-    """Return y by PyTorch's attention; empty or transformed, by the formula."""
+    """Return y by PyTorch's attention; empty or transformed, by the formula.
+
+    Its kernels on GPUs don't look at addresses, as in ops/attention/by_pytorch.py. v is a slice of kv.
+    """
     q, k, v = parts
     if under_functorch() or not q.numel():
         return _by_formula(parts, options, cu_seqlens)
     H, V = v.shape[2:]
+    by_address = _is_read_by_address(v)
+    if by_address:
+        v = as_readable(v)
     missing = max(0, q.shape[-1] - V) if v.device.type == "cpu" else 0  # PyTorch's kernel for CPUs takes one width
-    whole = attention_by_pytorch((q, k, F.pad(v, (0, missing))), options.attention(H), cu_seqlens)
+    if missing:  # a pad of nothing is a copy
+        v = F.pad(v, (0, missing))
+    whole = attention_by_pytorch((q, k, v), options.attention(H), cu_seqlens)
     y: Tensor = whole.unflatten(-1, (H, V + missing))[..., :V].contiguous()
+    if by_address and y.requires_grad:
+        y.register_hook(lambda dy: as_readable(dy.contiguous()))
     return y
+
+
+def _is_read_by_address(x: Tensor) -> bool:
+    return x.is_cuda and has_address(x)
 
 
 # ---- by kernels: registered ops, opaque to the compiler and visible to checkpointing ----
