@@ -93,15 +93,15 @@ def keeps_generators(run: Callable[..., Outcome]) -> Callable[..., Outcome]:
 
     @functools.wraps(run)
     def kept(*args: Any, device: torch.device | None = None, **how: Any) -> Outcome:
-        on_gpu = device is not None and device.type == "cuda"
-        on_cpu, of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+        gpu = device if device is not None and device.type == "cuda" else None
+        on_cpu, of_gpu = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
         try:
             return run(*args, device=device, **how)
         finally:
             torch.set_rng_state(on_cpu)
-            if of_gpu is not None:
+            if gpu is not None and of_gpu is not None:
                 with contextlib.suppress(RuntimeError):  # what a GPU that is lost raises: the case says more
-                    torch.cuda.set_rng_state(of_gpu, device)
+                    torch.cuda.set_rng_state(of_gpu, gpu)
 
     return kept
 
