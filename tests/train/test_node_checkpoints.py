@@ -299,7 +299,8 @@ def run_watched(group, how):
     layout = replace(_groups(configured()[0], device), hosts=HOSTS)
     ended = patch.object(watch.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit))
     told = dist.broadcast_object_list  # by onepass train's gloo, which these worlds have not beside NCCL
-    by_device = patch.object(dist, "broadcast_object_list", lambda objects, source, device: told(objects, source, device=layout.device))
+    tell = lambda given, source, device: told(given, source, device=layout.device)  # noqa: E731
+    by_device = patch.object(dist, "broadcast_object_list", tell)
     with ended, by_device, patch.object(watch.os, "write", lambda number, line: said.append(line.decode())):
         watching = RankWatch(layout, timedelta(seconds=3.0))
         watching.add(layout)
