@@ -13,6 +13,8 @@ bf16 weights, fp32 main_grad (kept, also on one GPU), masters and moments, clipp
             defer_embedding_wgrad_compute, of the first 2 microbatches or of all 8; "uneven" has fewer layers in the last
             stage, so that with the head it has as much to do as the first
     fp8     the same in eight bits, delayed scaling, set against one GPU in eight bits
+    graphs  124M, 16 sequences of 1024 tokens a rank, with a CUDA graph and without; only by --case, and alone. Reductions are
+            under the last backward, or after its replay
     packed  the same with a document's end every 256 tokens or so, at random places, set against one GPU with as many
 
 Scaling is tokens a second, over the ranks times those of the row on one GPU that is named beside it. Milliseconds are of steps
@@ -68,7 +70,7 @@ from onepass.train.options import Options
 from onepass.train.setup import Trained, make
 
 PATIENCE = 120  # seconds without a row after which ranks are stopped, and those of a collective
-CASES = ("one", "dp", "tp_sp", "pp")
+CASES, GRAPHS = ("one", "dp", "tp_sp", "pp"), "graphs"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Size:
 
 
 REAL = Size("1B", "bf16", 4096, 256, 2, 3, 3)
+SHORT = Size("124M", "bf16", 1024, 256, 8, 5, 10)
 SMALL = Size("tiny", "fp32", 32, 8, 1, 2, 1)
 
 
@@ -115,6 +118,7 @@ class Row:
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FP8 = {"fp8_format": "hybrid"}
 SHARDED = {"use_distributed_optimizer": True}
+GRAPH = {"cuda_graphs": True}
 LATER = {"defer_embedding_wgrad_compute": True}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGES = UNTIED | {"pipeline_model_parallel_size": 2}
@@ -162,7 +166,19 @@ def all_rows(size: Size, ranks: int) -> list[Row]:
         pipeline("pp, uneven, 2 later", uneven | LATER | {"wgrad_deferral_limit": 2}),
         pipeline("pp, uneven, interleaved", both | two, "interleaved"),
         pipeline("pp, uneven, zero-bubble", uneven, "zero-bubble"),
+        Row("one, 16", GRAPHS, 1, 16, 16),
+        Row("one, 16, graph", GRAPHS, 1, 16, 16, training=GRAPH),
+        Row("dp, 16", GRAPHS, ranks, 16 * ranks, 16, "one, 16"),
+        Row("dp, 16, graph", GRAPHS, ranks, 16 * ranks, 16, "one, 16, graph", training=GRAPH),
+        Row("dp, 16, sharded", GRAPHS, ranks, 16 * ranks, 16, "one, 16", training=SHARDED),
+        Row("dp, 16, sharded, graph", GRAPHS, ranks, 16 * ranks, 16, "one, 16, graph", training=SHARDED | GRAPH),
     ]
+
+
+def size_of(rows: list[Row], small: bool) -> Size:
+    if small:
+        return SMALL
+    return SHORT if all(row.case == GRAPHS for row in rows) else REAL
 
 
 # ---- on a rank ----
@@ -170,7 +186,7 @@ def all_rows(size: Size, ranks: int) -> list[Row]:
 
 def run(rank: int, rows: list[Row], small: bool, folder: str, traces: str | None) -> None:
     """Measures rows that have as many ranks, and leaves what each found in the folder."""
-    size, ranks = SMALL if small else REAL, rows[0].ranks
+    size, ranks = size_of(rows, small), rows[0].ranks
     device = joined(rank, ranks, small, folder)
     layouts: dict[tuple[int, int], ParallelLayout] = {}
     for at, row in enumerate(rows):
@@ -481,7 +497,7 @@ def pipelines(rows: list[Row], told: dict[str, dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--case", action="append", choices=[*CASES, GRAPHS])
     parser.add_argument("--row", action="append", metavar="NAME", help="only this row, by its name; may be given several times")
     parser.add_argument("--ranks", type=int, help="of dp; all GPUs there are")
     parser.add_argument("--json", type=Path)
@@ -491,8 +507,11 @@ def main() -> None:
     ranks = args.ranks or (2 if args.small else torch.cuda.device_count())
     if ranks < 2:
         parser.error(f"needs two GPUs or more, but there are {ranks}: --small needs none")
-    size, console = SMALL if args.small else REAL, Console(width=130)
-    rows = [row for row in all_rows(size, ranks) if args.case is None or row.case in args.case]
+    cases, console = args.case or CASES, Console(width=130)
+    if GRAPHS in cases and (args.small or len(cases) > 1):
+        parser.error(f"--case {GRAPHS} is of a model of its own, on GPUs: without --small and without other cases")
+    rows = [row for row in all_rows(SMALL if args.small else REAL, ranks) if row.case in cases]
+    size = size_of(rows, args.small)
     if unknown := set(args.row or ()) - {row.name for row in rows}:
         parser.error(f"--row must be one of {', '.join(row.name for row in rows)}, but is {', '.join(sorted(unknown))}")
     rows = [row for row in rows if args.row is None or row.name in args.row]

@@ -87,11 +87,23 @@ def test_a_pipelines_step_is_told_from_its_traces(record: dict[str, Any]) -> Non
 def test_every_row_is_a_model_and_a_run(bench: Any) -> None:
     for size in (bench.SMALL, bench.REAL):
         rows = bench.all_rows(size, 2)
-        assert len({row.name for row in rows}) == len(rows) == 24
+        assert len({row.name for row in rows}) == len(rows) == 30
         for row in rows:
             config, options = row.config(size), row.options(size)
             assert config.pipeline_model_parallel_size == (2 if row.case == "pp" else 1)
             assert options.global_batch_size % options.micro_batch_size == 0
+            assert row.beside is None or row.beside in {each.name for each in rows}
+
+
+def test_graphs_have_their_own_size(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench.all_rows(bench.REAL, 2)
+    graphs = [row for row in rows if row.case == bench.GRAPHS]
+    sizes = [bench.size_of(*given) for given in ((graphs, False), (rows, False), (graphs, True))]
+    assert sizes == [bench.SHORT, bench.REAL, bench.SMALL]
+    monkeypatch.setattr(sys, "argv", ["gpt_parallel.py", "--small", "--case", bench.GRAPHS])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "without --small" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
