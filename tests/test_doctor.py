@@ -417,6 +417,26 @@ def test_a_self_test_that_raises_is_reported(monkeypatch):
     assert (check.verdict, check.found) == (doctor.BROKEN, "RuntimeError: no kernel image")
 
 
+def test_an_op_that_loses_the_gpu_ends_the_self_tests_of_it(monkeypatch):
+    """All others would fail too, by an error that says nothing of them."""
+    tried = []
+
+    def self_test(op, device, name):
+        tried.append((op, name))
+        if op == "attention":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        yield doctor.Check(f"self-test of {op}, {name} on {device}", doctor.OK, "fine")
+
+    monkeypatch.setattr(doctor, "_self_test", self_test)
+    monkeypatch.setattr(doctor, "is_lost", lambda device: ("attention", "triton") in tried)
+    checks = []
+    doctor._test_ops(torch.device("cuda", 0), checks)
+    *_, lost, others = checks
+    assert tried == [("activation_linear", "triton"), ("activation_linear", "torch"), ("attention", "triton")]
+    assert lost.name == "self-test of attention, triton on cuda:0" and "illegal memory access" in lost.found
+    assert others.verdict == doctor.BROKEN and f"{2 * len(op_records.OPS) - 3} self-tests" in others.found
+
+
 def test_every_sample_is_tested(monkeypatch):
     """An op nobody has thought of, with a tensor that has no gradient."""
 

@@ -154,7 +154,7 @@ def test_ctrl_c_shows_what_ran_and_how_to_go_on(monkeypatch, capsys):
 def test_a_case_that_loses_the_gpu_is_named_and_ends_the_run(monkeypatch, capsys):
     """As after a misaligned address: whatever the process asks of the GPU from then on raises the same error."""
     monkeypatch.setattr(OPS["softmax"], "function", _wrong_address)
-    monkeypatch.setattr(fuzz, "_is_lost", lambda device: True)
+    monkeypatch.setattr(fuzz, "is_lost", lambda device: True)
     assert main(["fuzz", "softmax", "--cases", "4", "--seed", "5", "--device", "cpu"]) == 1
     line, what, failure, ended, *_ = capsys.readouterr().out.splitlines()
     assert line == "onepass fuzz softmax --seed 5 --cases 1"

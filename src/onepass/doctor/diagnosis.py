@@ -28,6 +28,8 @@ from onepass.runtime import backend
 from onepass.runtime.errors import install_hint, version_of
 from onepass.runtime.op import OPS
 from onepass.runtime.samples import Sample, weights_of
+from onepass.runtime.sizes import is_lost
+from onepass.runtime.units import counted
 
 T = TypeVar("T")
 
@@ -43,11 +45,21 @@ def diagnose() -> Diagnosis:
         for ask in _GPU_TRAPS:
             checks += _tried(f"{_title(ask)} of {device}", partial(ask, device), checks)
     for device in devices:
-        for op in sorted(OPS):
-            for name in backend.NATIVE:
-                checks += _tried(f"self-test of {op}, {name} on {device}", partial(_self_test, op, device, name), checks)
+        _test_ops(device, checks)
     diagnosis.checks = broken + checks
     return diagnosis
+
+
+def _test_ops(device: torch.device, checks: list[Check]) -> None:
+    """Add the self-tests of all ops, or those up to one after which the process can't use the device."""
+    tests = [(op, name) for op in sorted(OPS) for name in backend.NATIVE]
+    for done, (op, name) in enumerate(tests, 1):
+        raised = len(checks)
+        checks += _tried(f"self-test of {op}, {name} on {device}", partial(_self_test, op, device, name), checks)
+        if len(checks) > raised and checks[-1].verdict == BROKEN and done < len(tests) and is_lost(device):
+            found = f"not tried, {counted(len(tests) - done, 'self-test')}: after that error a process can't use its GPU"
+            checks.append(Check(f"other ops on {device}", BROKEN, found, "please report the op above: `onepass doctor --json`"))
+            return
 
 
 def _tried(name: str, probe: Callable[[], Iterable[T]], checks: list[Check]) -> list[T]:

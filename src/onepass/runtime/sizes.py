@@ -48,3 +48,14 @@ def shared_memory(device: torch.device) -> int:
         return 232448
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's types know not all of it
     return int(properties.shared_memory_per_block_optin)
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether this process can't use a GPU any more, as after an access to an address that isn't there."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except (RuntimeError, AssertionError):  # the second by a PyTorch without CUDA
+        return True
+    return False

@@ -30,6 +30,7 @@ from torch import Tensor
 from onepass.gradients.deferred import DeferredWgrad
 from onepass.runtime.op import Op
 from onepass.runtime.random_calls import Draw, RandomCall, RandomTensor
+from onepass.runtime.sizes import is_lost
 from onepass.testing.fuzz_judge import PRODUCTS, judge
 from onepass.testing.poison import poisoned, saved_tensors, unchanged
 
@@ -141,7 +142,7 @@ def run_case(
             ours = _ours(function or op.function, drawn, backend, draw)
         except Exception as error:
             found.failures.append(f"{backend}: {type(error).__name__}: {error}")
-            if _is_lost(device):
+            if is_lost(device):
                 found.lost = True
                 break
             continue
@@ -159,16 +160,6 @@ def run_case(
     found.choices = tuple(draw.taken)
     found.what = ", ".join(drawn.words)
     return found
-
-
-def _is_lost(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
 
 
 def _draw_case(op: Op, draw: Draw, seed: int, device: torch.device, without: Sequence[str]) -> _Drawn:
