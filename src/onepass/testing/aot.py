@@ -286,7 +286,7 @@ def _usage(compiled: Any) -> tuple[int, int, int]:
 
 _LOW = re.compile(r"UIADD3 (UR\d+), (UP\d), (UR\d+), [^,]+, URZ ;")  # the low half of a sum of 64 bits, and its carry
 _HIGH = re.compile(r"UIADD3\.X UR\d+, (\w+), [^,]+, \w+, (UP\d)")
-_WRITES = re.compile(r"\*/ +(?:@\S+ )?U(\S+) (?:UP\d, )?UR(\d+),")
+_WRITES = re.compile(r"\*/ +(?:@\S+ )?(\S+) (?:UP\d, )?UR(\d+),")
 
 
 def _check_addresses(code: str) -> None:
