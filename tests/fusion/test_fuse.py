@@ -226,5 +226,21 @@ def test_inputs_in_few_places_are_read_where_they_are():
     assert with_stable_addresses(compiled, []) is compiled
 
 
+def test_what_is_written_to_a_copy_comes_back():
+    """As a state that a function adds to, of which there are more than graphs."""
+
+    def compiled(given):
+        given[0].add_(given[1])
+        return given[0] * 2
+
+    states, step = [torch.full((3,), float(i)) for i in range(12)], torch.ones(3)
+    call = with_stable_addresses(compiled, [0, 1], {0})
+    for i, state in enumerate(states):
+        given = [state, step.clone()]
+        torch.testing.assert_close(call(given), torch.full((3,), 2.0 * i + 2))
+        torch.testing.assert_close(state, torch.full((3,), i + 1.0))
+        assert given[1].eq(1).all()
+
+
 def test_a_backend_takes_options_of_inductor():
     assert FusionBackend(options={"max_autotune": False}).options == {"max_autotune": False}

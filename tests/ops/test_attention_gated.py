@@ -92,7 +92,7 @@ def test_cudnns_passes_between_ours(monkeypatch, kernels_launched):
     expected = gradients(op(tables, backend="triton"), (qkv, *weights))
     del kernels_launched[:]
     monkeypatch.setattr(module, "pytorch_is_faster", lambda qkv, D, options, *_: not options.in_order)
-    monkeypatch.setattr(module, "parts_by_cudnn", lambda qkv: True)
+    monkeypatch.setattr(module, "parts_by_cudnn", lambda *_: True)
     monkeypatch.setattr(module, "attend_by_cudnn", attend)
     monkeypatch.setattr(module, "attend_backward_in_any_order", backward)
     assert equal(gradients(op(tables, deterministic=False, backend="triton"), (qkv, *weights)), expected)
@@ -104,12 +104,28 @@ def test_cudnns_passes_between_ours(monkeypatch, kernels_launched):
 
 
 @needs_triton
+def test_what_is_not_causal_is_not_given_to_cudnn(monkeypatch):
+    """PyTorch's ops of it are called for causal attention: of another they would return that, without an error."""
+
+    def attend(*_):
+        raise AssertionError("as causal attention")
+
+    monkeypatch.setattr(module, "pytorch_is_faster", lambda qkv, D, options, *_: not options.in_order)
+    monkeypatch.setattr(module, "parts_by_cudnn", lambda *_: True)
+    monkeypatch.setattr(module, "attend_by_cudnn", attend)
+    qkv, weights, tables = tensors()
+    found = gradients(op(tables, deterministic=False, causal=False, backend="triton"), (qkv, *weights))
+    expected = gradients(op(tables, causal=False, backend="torch"), (qkv.detach().float().requires_grad_(), *weights))
+    assert all((one - other).norm() < 2e-2 * other.norm() for one, other in zip(found, expected, strict=True))
+
+
+@needs_triton
 def test_pytorchs_attention_elsewhere(monkeypatch):
     """Where its choice of kernels is not cuDNN's, gates are taken out first."""
     monkeypatch.setattr(module, "pytorch_is_faster", lambda qkv, D, options, *_: not options.in_order)
     qkv, weights, tables = tensors()
-    assert not by_cudnn.parts_by_cudnn(qkv) or DEVICE == "cuda"
-    monkeypatch.setattr(module, "parts_by_cudnn", lambda qkv: False)
+    assert not by_cudnn.parts_by_cudnn(qkv, D, D) or DEVICE == "cuda"
+    monkeypatch.setattr(module, "parts_by_cudnn", lambda *_: False)
     found = gradients(op(tables, deterministic=False, backend="triton"), (qkv, *weights))
     expected = gradients(op(tables, backend="torch"), (qkv.detach().float().requires_grad_(), *weights))
     assert all((one - other).norm() < 2e-2 * other.norm() for one, other in zip(found, expected, strict=True))

@@ -10,6 +10,7 @@ from ops.oracle import BF16, DEVICE
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from onepass.ops.attention import by_cudnn
 from onepass.testing.poison import saved_tensors
 
 module = importlib.import_module("onepass.ops.attention.latent_attention")
@@ -166,6 +167,18 @@ def test_wrong_arguments_are_named(change, words):
     }
     with pytest.raises(ValueError, match=words):
         onepass.latent_attention(**given)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "S", "width", "V"), [(9, 64, 192, 128), (9, 64, 256, 256), (9, 64, 192, 512), (9, 1, 192, 128), (10, 64, 192, 128)]
+)
+def test_cudnn_is_asked_for_what_it_takes(gpu, S, width, V, monkeypatch):
+    """Its operators look at nothing: values of 512, one token, or a GPU after Hopper fail in there, at the latest in backward."""
+    monkeypatch.setattr(by_cudnn, "has_cudnn", lambda x, newest: gpu <= newest)
+    q = torch.empty(1, S, 2, width, dtype=BF16, device="meta")
+    takes = gpu == 9 and S > 1 and V < 512
+    assert module._by_cudnn(q, V, module.LatentOptions(64, False, 1.0, False), None) is takes
+    assert not module._by_cudnn(q, V, module.LatentOptions(64, False, 1.0, True), None)
 
 
 def test_explain_names_the_kernels():

@@ -138,7 +138,8 @@ class _Job:
         lower_marked(module.graph)
         compiled: Any = compile_fx_inner(*_longer(module, inputs, options, len(back) + len(wholes)), **options)
         if moving:
-            compiled.current_callable = with_stable_addresses(compiled.current_callable, moving)
+            written = compiled.mutated_input_idxs
+            compiled.current_callable = with_stable_addresses(compiled.current_callable, moving, written)
         if back:
             compiled.current_callable = backward_with(compiled.current_callable, back)
         if wholes:

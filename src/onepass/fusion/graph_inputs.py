@@ -7,7 +7,8 @@ PyTorch's allocator gives the steps of a training loop the same addresses. After
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ from onepass.fusion.side_by_side import boxed
 _MOST = 8  # sets of addresses. Each takes a recording
 
 
-def with_stable_addresses(compiled: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], Any]:
-    """Return `compiled` for inputs at any address. `compiled` itself assumes that the inputs at `places` never move."""
+def with_stable_addresses(
+    compiled: Callable[[list[Any]], Any], places: Sequence[int], written: Collection[int] = ()
+) -> Callable[[list[Any]], Any]:
+    """Return `compiled` for inputs at any address. `compiled` itself assumes that the inputs at `places` never move.
+
+    written: places that it writes to.
+    """
     if not places:
         return compiled
     seen: set[tuple[int, ...]] = set()
@@ -28,16 +34,18 @@ def with_stable_addresses(compiled: Callable[[list[Any]], Any], places: Sequence
         addresses = tuple([inputs[place].data_ptr() for place in places])
         if addresses not in seen:
             if len(seen) == _MOST:
-                _copy(inputs, places, own)
-            else:
-                seen.add(addresses)
+                moved = _copy(inputs, places, own)
+                results = compiled(inputs)
+                _copy_back(moved, own, [place in written for place in places])
+                return results
+            seen.add(addresses)
         return compiled(inputs)
 
     return boxed(call)
 
 
-def _copy(inputs: list[Any], places: Sequence[int], own: list[torch.Tensor]) -> None:
-    """Replace the inputs at `places` by copies at fixed addresses."""
+def _copy(inputs: list[Any], places: Sequence[int], own: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Replace the inputs at `places` by copies at fixed addresses, and return them."""
     moved = [inputs[place] for place in places]
     if not own:
         own.extend(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in moved)
@@ -45,3 +53,10 @@ def _copy(inputs: list[Any], places: Sequence[int], own: list[torch.Tensor]) -> 
         torch._foreach_copy_(own, moved)
     for place, copy in zip(places, own, strict=True):
         inputs[place] = copy
+    return moved
+
+
+def _copy_back(moved: list[torch.Tensor], own: list[torch.Tensor], written: list[bool]) -> None:
+    if any(written):
+        with torch.no_grad():
+            torch._foreach_copy_(list(compress(moved, written)), list(compress(own, written)))

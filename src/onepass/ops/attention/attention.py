@@ -457,8 +457,10 @@ def attention(
     if chosen not in NATIVE:
         return run_other("attention", chosen, **call._asdict() | {"overwrite": overwrite})  # type: ignore[no-any-return]
     rows, weights = cast(qkv, dtype), (q_weight, k_weight)
-    other = pytorch_is_faster(rows, head_size(rows, *options.layout), options, cu_seqlens, sinks)
-    if other and options.gated and cos is not None and parts_by_cudnn(rows):  # the same kernels, and gates in place
+    D = head_size(rows, *options.layout)
+    other = pytorch_is_faster(rows, D, options, cu_seqlens, sinks)
+    causal = options.right == 0
+    if other and causal and options.gated and cos is not None and parts_by_cudnn(rows, D, D):  # the same kernels, gates in place
         other, options = False, options._replace(kernels=PYTORCH)
     if chosen == "torch" or not qkv.numel() or other:
         # on a GPU the formula's norms depend on the number of rows, where attention's kernels take no fp32 and these do

@@ -26,6 +26,7 @@ from onepass.runtime.op import Reason
 # From how many tokens on it is faster than our kernels, by the size of heads (docs/notes/0014-attention.md).
 _FORWARD_FROM = {64: 2048, 128: 512}  # its forward alone
 WIDEST = 256  # heads that cuDNN takes; beyond, PyTorch has one kernel, whose backward takes ten times its forward (note 0014)
+_WIDE = ((192, 128), (256, 256))  # heads of more than 128 that PyTorch's backward of it is for
 _NARROW, _ALL_FROM = 64, 2048  # forward and backward, for heads of up to 64; wider heads: always
 _BACKWARD_SIZE, _BACKWARD_HEADS, _BACKWARD_FROM = 128, 32, 2048  # of heads, how many at least, and tokens, a multiple of _STEP
 _WORKSPACE = 1 << 30  # bytes, of a backward at most
@@ -75,9 +76,13 @@ def all_by_cudnn(qkv: Tensor, D: int) -> bool:
     return D <= WIDEST and has_cudnn(qkv, newest=10) and (D > _NARROW or qkv.shape[1] >= _ALL_FROM)
 
 
-def parts_by_cudnn(qkv: Tensor) -> bool:
-    """Whether PyTorch's ops of cuDNN take what is faster by `all_by_cudnn`: on Blackwell PyTorch has others for wide heads."""
-    return qkv.shape[1] > 1 and has_cudnn(qkv, newest=9) and _strides_fit(qkv)
+def parts_by_cudnn(qkv: Tensor, D: int, V: int) -> bool:
+    """Whether PyTorch's ops of cuDNN, which look at nothing, take what is faster by `all_by_cudnn`. V: the width of values.
+
+    On Blackwell PyTorch has others for wide heads.
+    """
+    sizes = max(D, V) <= 128 or (D, V) in _WIDE
+    return sizes and qkv.shape[1] > 1 and has_cudnn(qkv, newest=9) and _strides_fit(qkv)
 
 
 def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:

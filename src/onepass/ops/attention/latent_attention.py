@@ -9,7 +9,7 @@ Saves    q, k and v as heads, q's and k's of nope + rope; y; and for each head a
 Bytes    forward reads the projections and writes q, k and v, and attention reads those; backward reads the gradients of heads and
          writes those of the projections, q's in place. k_rope's gradient is summed over heads in fp32, in their order.
 Sums     in a fixed order: no atomics, and what a sequence gives does not depend on the others. With `deterministic=False`
-         cuDNN's attention runs from Hopper on, without documents, whose backward adds dq up in any order.
+         cuDNN's attention runs on Hopper, without documents, whose backward adds dq up in any order.
 Kernels  ops/attention/latent_kernels.py, and attention's: ops/attention/forward.py, ops/attention/backward.py,
          ops/attention/by_cudnn.py.
 """
@@ -27,7 +27,12 @@ from onepass.kernels.language import kernels_unsupported
 from onepass.ops.attention.arguments import LONGEST, check_tables_of
 from onepass.ops.attention.attention import MOST_DOCUMENTS, SIZES
 from onepass.ops.attention.backward import BackwardCall, attend_backward, backward_tiles
-from onepass.ops.attention.by_cudnn import all_by_cudnn, attend_backward_in_any_order, attend_by_cudnn
+from onepass.ops.attention.by_cudnn import (
+    all_by_cudnn,
+    attend_backward_in_any_order,
+    attend_by_cudnn,
+    parts_by_cudnn,
+)
 from onepass.ops.attention.choice import in_order
 from onepass.ops.attention.formula import AttentionOptions, Parts, attention_by_pytorch, formula_of_parts
 from onepass.ops.attention.forward import attend, forward_tiles, head_block, lse_size
@@ -164,7 +169,7 @@ def _forward(
     heads, width = q.shape[2:]
     sizes = options.sizes(heads, width, kv.shape[3] - width + options.rope)
     parts, whole = arrange(q, kv, k_rope, cos, sin, sizes), options.attention(heads)
-    if _by_cudnn(q, options, cu_seqlens):
+    if _by_cudnn(q, sizes.values, options, cu_seqlens):
         return *attend_by_cudnn(*parts, whole), *parts
     return *attend(*parts, whole, None if cu_seqlens is None else cu_seqlens.contiguous()), *parts
 
@@ -178,9 +183,11 @@ def _forward_fake(
     return torch.empty_like(v), lse, *(q.new_empty(q.shape) for _ in range(2)), v
 
 
-def _by_cudnn(q: Tensor, options: LatentOptions, cu_seqlens: Tensor | None) -> bool:
-    """Whether cuDNN's attention is faster both ways, and may run."""
-    return cu_seqlens is None and not (options.in_order or invariant()) and all_by_cudnn(q, q.shape[-1])
+def _by_cudnn(q: Tensor, values: int, options: LatentOptions, cu_seqlens: Tensor | None) -> bool:
+    """Whether cuDNN's attention is faster both ways, may run, and takes such heads."""
+    if cu_seqlens is not None or options.in_order or invariant():
+        return False
+    return all_by_cudnn(q, q.shape[-1]) and parts_by_cudnn(q, q.shape[-1], values)
 
 
 class LatentKept(NamedTuple):
@@ -206,7 +213,7 @@ def _backward(kept: LatentKept, options: LatentOptions, of_q: bool, of_kv: bool,
     call = BackwardCall(as_readable(dy), q, k, v, y.contiguous(), lse, options.attention(H), bounds)
     of_keys = of_kv or of_rope
     dkv = q.new_empty(B, S, H, sizes.nope + sizes.values) if of_kv else None
-    if _by_cudnn(q, options, cu_seqlens):
+    if _by_cudnn(q, sizes.values, options, cu_seqlens):
         dq, dk, dv = attend_backward_in_any_order(call)
         of_heads = LatentGradients(dq if of_q else None, dk if of_keys else None, dv if of_kv else None)
     else:
@@ -295,7 +302,7 @@ def variant(call: Call) -> str:
     dq, dk_dv = backward_tiles(width, q.shape[1], whole, call.cu_seqlens is not None, smem)
     by = f"tiles of queries x keys: forward {forward.block_m} x {forward.block_n}; backward {dq.block_m} x {dq.block_n} for dq, "
     by += f"{dk_dv.block_m} x {dk_dv.block_n} for dk and dv"
-    if _by_cudnn(q, options, call.cu_seqlens):
+    if _by_cudnn(q, sizes.values, options, call.cu_seqlens):
         by = "cuDNN, backward in any order"
     tokens = counted(tiles.block_s, "token")
     return (
@@ -378,7 +385,7 @@ def latent_attention(
         cu_seqlens: int32 ``[documents + 1]``, on q's device: the boundaries of documents that follow each other in a q of
             ``[1, S, ...]``, from 0 to S, as in `attention`. A query sees its own document only, whose result has the bits that it
             would have as the only one. Where they are wrong, all results are NaN, and `validate` raises.
-        deterministic: False lets cuDNN's attention run from Hopper on, without documents, which is faster: the gradients' last
+        deterministic: False lets cuDNN's attention run on Hopper, without documents, which is faster: the gradients' last
             bits then differ from run to run. It has no effect where `torch.use_deterministic_algorithms` is on or under
             `batch_invariant`.
         backend: ``auto``, ``triton``, ``torch`` or a registered name; None leaves it to `use_backend` and ONEPASS_BACKEND. The
