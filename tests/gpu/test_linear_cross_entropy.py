@@ -121,6 +121,21 @@ def test_whole_rows_in_every_kind_of_tile(size, dtype, asked):
     assert report, report
 
 
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("wide", (None, FP32))
+@pytest.mark.parametrize("V", (577, 1001))
+def test_blocks_of_a_small_odd_vocabulary(V, wide, biased):
+    """The weight's copy has rows of zeros up to a multiple of 64, which the last block's memory must have room for."""
+    leaves = [torch.randn(*shape, device="cuda").to(BF16).requires_grad_() for shape in ((32, 16), (V, 16), (V,))]
+    labels, given = torch.arange(32, device="cuda"), (leaves if biased else leaves[:2])
+    found = []
+    for backend in ("triton", "torch"):
+        options = {"bias": leaves[2] if biased else None, "reduction": "none", "chunk_bytes": 1000, "logits_dtype": wide}
+        losses = onepass.linear_cross_entropy(*leaves[:2], labels, **options, backend=backend)
+        found.append([losses.detach().float(), *torch.autograd.grad(losses.sum(), given)])
+    assert all(relative(one, other) < 2e-2 for one, other in zip(*found, strict=True))
+
+
 @ways
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=("bf16", "fp32"))
 @pytest.mark.parametrize("asked", ({"mixed": True}, {"smoothing": 0.1}, {}), ids=("probabilities", "smoothing", "weights"))

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
+from onepass.kernels import cublaslt, fp8_cast
 from onepass.kernels import fp8 as device_functions
-from onepass.kernels import fp8_cast
 from onepass.kernels.cublaslt import add_scaled_product, scaled_product
 from onepass.kernels.language import triton
 from onepass.runtime import fp8
@@ -259,17 +259,27 @@ def test_a_product_is_that_of_the_rounded_operands(shape, out, by_row, dtype):
 @formats
 @pytest.mark.parametrize("by_row", (False, True), ids=("one scale", "by row"))
 @pytest.mark.parametrize("out", (torch.bfloat16, torch.float16, torch.float32), ids=str)
-def test_a_product_is_written_and_added_where_it_belongs(out, by_row, dtype):
+@pytest.mark.parametrize("first", (0, 3))
+def test_a_product_is_written_and_added_where_it_belongs(first, out, by_row, dtype):
+    """Between rows that have gaps, and where cuBLAS can't write: not at multiples of 16 bytes."""
     given, exact = operands(37, 48, 64, dtype, by_row)
-    wide = torch.randn(40, 64, device=DEVICE).to(out)
+    wide = torch.randn(40, 64 + first, device=DEVICE).to(out)
     for add in (False, True):
         base = wide.clone()
-        into = base[2:39, :48]  # rows with gaps between them
+        into = base[2:39, first : first + 48]
         expected = exact + into.double() if add else exact
         assert scaled_product(*given, out, out=into, add=add) is into
         assert error(into, expected) < 1
-        into.copy_(wide[2:39, :48])
+        into.copy_(wide[2:39, first : first + 48])
         assert base.equal(wide)
+
+
+def test_where_cublas_can_write():
+    whole = torch.zeros(8, 32)
+    for out in (whole, whole[2:, 4:], whole.to(torch.bfloat16)[:, 8:]):
+        assert cublaslt._is_writable(out)
+    for out in (whole[:, 1:], whole[:, ::2], whole.mT, torch.zeros(8, 31), torch.zeros(8 * 32 + 1)[1:].view(8, 32)):
+        assert not cublaslt._is_writable(out)
 
 
 def test_a_sum_is_rounded_once():

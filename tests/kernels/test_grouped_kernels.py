@@ -1,9 +1,12 @@
 """Grouped products of rows by Triton: beside fp64, at the edges of groups and tiles, and mutants of both kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from onepass.kernels import grouped_kernels, grouped_product
+from onepass.kernels.layout import lies_evenly
 from onepass.product import grouped
 from onepass.testing.interpreter_bounds import OutOfBoundsError
 from onepass.testing.mutants import copy_package, mutate
@@ -83,15 +86,38 @@ def test_layers_of_experts_run_by_them(transposed, monkeypatch):
         assert near(ours, loops.double(), 2**-7)
 
 
-def test_pytorchs_product_gets_what_it_can_read():
-    """It raises for what does not begin, or whose rows or columns do not follow, at multiples of 16 bytes."""
-    whole = torch.randn(4, 16, 11, dtype=torch.bfloat16)
-    for x in (torch.randn(4, 16, 8, dtype=torch.bfloat16), whole[..., :8].contiguous().mT, whole[0, :, :8].contiguous()):
-        assert grouped_product._readable(x) is x
-    later, apart = whole.view(-1)[1:513].view(4, 16, 8), whole.view(-1)[:256].view(16, 8, 2)[..., 0]
-    for x in (whole[..., 1:9], whole[..., :8].mT, later, apart):
-        copy = grouped_product._readable(x)
-        assert copy.equal(x) and copy.is_contiguous() and copy.data_ptr() != x.data_ptr()
+def test_pytorchs_product_gets_what_it_can_read(monkeypatch):
+    """It raises, or ends the use of the GPU, for what does not begin, or whose rows do not follow, at multiples of 16 bytes."""
+    given = []
+
+    def grouped_mm(a, b, *, offs):
+        given.extend((a, b))
+        return a.new_zeros(a.shape[0], b.shape[-1])
+
+    def one_later(x):
+        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+    monkeypatch.setattr(grouped_product.F, "grouped_mm", grouped_mm)
+    a, b, ends = torch.randn(24, 8).bfloat16(), torch.randn(4, 16, 8).bfloat16(), torch.tensor((3, 3, 20, 24), dtype=torch.int32)
+    apart = torch.randn(4, 16, 11).bfloat16()[..., 1:9]
+    calls = (a, b), (a.mT.contiguous().mT, apart), (one_later(a), one_later(b)), (a[:1].expand(24, 8), b)
+    for rows, weight in calls:
+        del given[:]
+        grouped_product._rows_by_torch(rows, weight, ends)
+        grouped_product.grouped_gradient(rows, rows, ends)
+        first, second, transposed, others = given
+        assert first.equal(rows) and second.equal(weight.mT) and transposed.equal(rows.mT) and others.equal(rows)
+        assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (first, transposed.mT, others))
+        assert lies_evenly(second)
+    assert grouped_product._readable_rows(a) is a and grouped_product._readable_rows(a.mT) is not a.mT
+    assert lies_evenly(b) and lies_evenly(b.mT) and not lies_evenly(apart) and not lies_evenly(one_later(b))
+
+
+def test_pytorchs_product_gets_no_more_groups_than_it_takes(monkeypatch):
+    monkeypatch.setattr(grouped_product, "compute_capability", lambda device: (9, 0))
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
+    assert grouped_product.torch_can_group(x, torch.empty(1023, 16, 16, device="meta"))
+    assert not grouped_product.torch_can_group(x, torch.empty(1024, 16, 16, device="meta"))
 
 
 def test_who_takes_rows(monkeypatch):

@@ -45,7 +45,7 @@ def calls(monkeypatch):
     functions = quack_product.QuackFunctions(function(False), function(True))
     monkeypatch.setattr(quack_product, "quack_functions", lambda: functions)
     monkeypatch.setattr(grouped, "torch_can_group", lambda *_: True)
-    monkeypatch.setattr(grouped, "quack_adds", lambda a, main_grad: main_grad.dtype is torch.float32)
+    monkeypatch.setattr(grouped, "quack_adds", lambda a, main_grad, *_: main_grad.dtype is torch.float32)
     return made
 
 
@@ -198,7 +198,7 @@ def test_explain_names_gradients_alone(monkeypatch):
     assert "four backward, up and down's gradient by QuACK" in experts.variant(call)
     call.down.main_grad = torch.zeros_like(call.down)
     assert "four backward, up and down's gradient by QuACK" in experts.variant(call)  # before it is added
-    monkeypatch.setattr(experts, "quack_adds", lambda x, main_grad: True)
+    monkeypatch.setattr(experts, "quack_adds", lambda *_: True)
     assert "four backward, up's gradient and down's gradient into main_grad by QuACK" in experts.variant(call)
 
 
@@ -209,8 +209,9 @@ def test_it_is_taken_on_hopper_for_large_16_bit_operands_alone(monkeypatch):
     monkeypatch.setattr(quack_product, "has_address", lambda tensor: tensor is not hidden)
     monkeypatch.setattr(quack_product, "quack_functions", lambda: quack_product.QuackFunctions(None, None))
 
-    def on_gpu(address=0, dtype=BF16):
-        return types.SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"), data_ptr=lambda: address)
+    def on_gpu(address=0, dtype=BF16, strides=(8, 1)):
+        where = {"data_ptr": lambda: address, "stride": lambda: strides, "element_size": lambda: 2}
+        return types.SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"), **where)
 
     hidden, main_grad = on_gpu(), torch.zeros(2, 8, 8)
     adds, multiplies = quack_product.quack_adds, quack_product.quack_multiplies
@@ -220,6 +221,8 @@ def test_it_is_taken_on_hopper_for_large_16_bit_operands_alone(monkeypatch):
     assert not adds(hidden, main_grad) and not multiplies(hidden, on_gpu(), 128) and not multiplies(on_gpu(), hidden, 128)
     assert not adds(on_gpu(8), main_grad)
     assert not multiplies(on_gpu(8), on_gpu(), 128) and not multiplies(on_gpu(), on_gpu(8), 128)
+    assert multiplies(on_gpu(strides=(1, 8)), on_gpu(), 128) and not multiplies(on_gpu(), on_gpu(strides=(64, 12, 1)), 128)
+    assert not adds(on_gpu(), main_grad, on_gpu(8))
     assert not multiplies(on_gpu(), on_gpu(), 127) and not adds(on_gpu(), main_grad[:1])
     assert multiplies(on_gpu(), on_gpu(), 64, of_gradient=True) and not multiplies(on_gpu(), on_gpu(), 63, of_gradient=True)
     assert not adds(on_gpu(), main_grad.to(BF16))

@@ -13,6 +13,7 @@ from ops.oracle import BF16, DEVICE, FP32
 
 import onepass
 from onepass.ops.loss.head.plan import MachineSpeed, PlanInputs, machine_speed, make_plan
+from onepass.ops.loss.row_functions import APART
 
 on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="of tensors on a CPU")
 GPU = MachineSpeed(7e14, 4.3e12, 141 << 30, (141 << 30) // 32, (141 << 30) // 10)
@@ -73,6 +74,7 @@ def test_a_plan_covers_everything_and_fits_what_it_may_take(shape, size, chunk_b
     plan = make_plan(what, machine)
     assert plan.rows * plan.chunks >= what.N > plan.rows * (plan.chunks - 1) or what.N == 0
     assert plan.columns * plan.blocks >= what.V > plan.columns * (plan.blocks - 1)
+    assert plan.blocks == 1 or plan.columns % APART == 0  # of a padded weight the last block has no more room than the others
     if not hidden and not weight:
         assert plan.mode == "loss_only"
     elif promised:

@@ -146,6 +146,11 @@ def scaled_mm(
 # ---- the product, on any device ----
 
 
+def _is_writable(out: Tensor) -> bool:
+    """Whether cuBLAS writes a product of eight bits there: rows are contiguous, and begin at multiples of 16 bytes."""
+    return out.stride(1) == 1 and (out.data_ptr() | out.stride(0) * out.element_size()) % _ALIGNMENT == 0
+
+
 def scaled_product(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, dtype: torch.dtype, *,
     fast: bool = False, out: Tensor | None = None, add: bool = False,
@@ -161,7 +166,10 @@ def scaled_product(
     if add and dtype is not torch.float32:  # cuBLAS would round the product as well as the sum
         assert out is not None
         return out.add_(scaled_product(a, a_inverse, b, b_inverse, torch.float32, fast=fast))
-    if a.is_cuda and a.numel() and (out is None or out.stride(1) == 1) and unusable(a.device) is None:
+    if out is not None and out.is_cuda and not _is_writable(out):
+        product = scaled_product(a, a_inverse, b, b_inverse, dtype, fast=fast)
+        return out.add_(product) if add else out.copy_(product)
+    if a.is_cuda and a.numel() and unusable(a.device) is None:
         into = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device) if out is None else out
         scaled_mm(a, a_inverse, b, b_inverse, into, fast=fast, add=add)
         return into
@@ -177,7 +185,7 @@ def scaled_product(
 
 def add_scaled_product(out: Tensor, a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, *, fast: bool = False) -> Tensor:
     """Add a @ b.T to `out` without a pass of its own, and return it. A 16-bit product is rounded before it is added."""
-    if a.is_cuda and a.numel() and out.stride(1) == 1 and unusable(a.device) is None:
+    if a.is_cuda and a.numel() and _is_writable(out) and unusable(a.device) is None:
         scaled_mm(a, a_inverse, b, b_inverse, out, fast=fast, add=True)
         return out
     return out.add_(scaled_product(a, a_inverse, b, b_inverse, out.dtype, fast=fast))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.kernels.grouped_kernels import multiply_rows, triton_multiplies
+from onepass.kernels.layout import lies_evenly
 from onepass.kernels.quack_product import add_by_quack, multiply_by_quack, quack_multiplies
 from onepass.runtime.batch_invariance import invariant
 from onepass.runtime.dispatch import has_address
@@ -23,7 +24,7 @@ from onepass.runtime.sizes import compute_capability
 
 _ALIGNED = 8  # 16-bit numbers: PyTorch's product takes rows that start at multiples of 16 bytes
 _SCALED_CAPABILITY = 9, 0  # PyTorch's kernel is Hopper's alone, though it lets 10.0 call it
-_SCALED_GROUPS = 1024  # PyTorch takes fewer
+_GROUPS = 1024  # PyTorch takes fewer
 _SCALED_LEAST = 4096  # N and K from which it gains: .72 of bf16's time at 28672 x 4096 on an H100, 2.2 times at 1536 x 2048
 
 
@@ -46,6 +47,7 @@ def torch_can_group(x: Tensor, weight: Tensor) -> bool:
         hasattr(F, "grouped_mm")
         and x.is_cuda
         and x.dtype is torch.bfloat16
+        and weight.shape[0] < _GROUPS
         and weight.shape[1] % _ALIGNED == 0
         and weight.shape[2] % _ALIGNED == 0
         and compute_capability(x.device) >= (8, 0)
@@ -56,10 +58,10 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a @ b[g].T for each group's rows. Both have the same type."""
     if a.shape[0] and torch_can_group(a, b):  # PyTorch's refuses no rows
         if invariant():  # PyTorch's takes any number of rows
-            return _by_torch(a, b.mT, ends)
+            return _rows_by_torch(a, b, ends)
         if quack_multiplies(a, b, a.shape[0] * b.shape[1] * b.shape[2]):
             return multiply_by_quack(a, b, ends)
-        return multiply_rows(a, b, ends) if triton_multiplies(a, b, a.shape[0]) else _by_torch(a, b.mT, ends)
+        return multiply_rows(a, b, ends) if triton_multiplies(a, b, a.shape[0]) else _rows_by_torch(a, b, ends)
     return _by_group(a, b, ends)  # type: ignore[no-any-return]
 
 
@@ -67,23 +69,25 @@ def grouped_gradient(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a.T @ b of each group's rows [G, N, K], for operands that `torch_can_group`."""
     N, K = a.shape[1], b.shape[1]
     if not quack_multiplies(a, b, a.shape[0] * N * K, of_gradient=True):
-        return _by_torch(a.mT, b, ends)
+        return F.grouped_mm(_readable_rows(a).mT, _readable_rows(b), offs=ends)
     out = a.new_empty(ends.shape[0], N, K)
     add_by_quack(out, a, b, ends, keep=False)
     return out
 
 
-def _by_torch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(_readable(a), _readable(b), offs=ends)
+def _rows_by_torch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    weight = b if not has_address(b) or lies_evenly(b) else b.clone(memory_format=torch.contiguous_format)
+    return F.grouped_mm(_readable_rows(a), weight.mT, offs=ends)
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Return x, or a copy where PyTorch's product would raise: it reads 16 bytes at a time, along one of the last dimensions."""
-    if not has_address(x):
-        return x  # the compiler copies what does not begin at a multiple of 16 bytes
-    strides = x.stride()
-    reads = 1 in strides[-2:] and sum([stride % _ALIGNED > 0 for stride in strides]) == 1 and x.data_ptr() % 16 == 0
-    return x if reads else x.clone(memory_format=torch.contiguous_format)
+def _readable_rows(x: Tensor) -> Tensor:
+    """Return rows that are sorted by group, or a copy where PyTorch's product can't read them: 16 bytes at a time, along rows.
+
+    Along columns it would ask for groups of 8 rows, on the GPU. A compiler copies what begins elsewhere itself.
+    """
+    if not has_address(x) or (x.stride(1) == 1 and x.stride(0) >= x.shape[1] and lies_evenly(x)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _by_group_now(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -127,8 +131,8 @@ def unfit_for_scaled_groups(shape: Sequence[int], dtype: torch.dtype, device: to
         return f"PyTorch's grouped product in eight bits needs compute capability 9.0, but the GPU has {found[0]}.{found[1]}"
     if dtype is not torch.bfloat16:
         return f"PyTorch's grouped product in eight bits returns bf16, but the product's type is {dtype}"
-    if groups >= _SCALED_GROUPS:
-        return f"PyTorch's grouped product in eight bits takes fewer than {_SCALED_GROUPS} experts, but there are {groups}"
+    if groups >= _GROUPS:
+        return f"PyTorch's grouped product in eight bits takes fewer than {_GROUPS} experts, but there are {groups}"
     if min(N, K) < _SCALED_LEAST:
         return f"PyTorch's grouped product in eight bits is slower than in bf16 where a size is below {_SCALED_LEAST}: {N} x {K}"
     return None

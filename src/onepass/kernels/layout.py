@@ -77,3 +77,10 @@ def distance(tensor: Tensor, base: Tensor) -> int:
     The interpreter notes which memory a kernel may reach.
     """
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
+
+
+def lies_evenly(x: Tensor) -> bool:
+    """Whether matrices can be read 16 bytes at a time: they begin at multiples of that, as do all of their rows or columns."""
+    strides = x.stride()
+    uneven = [stride * x.element_size() % 16 > 0 for stride in strides]
+    return x.data_ptr() % 16 == 0 and 1 in strides[-2:] and sum(uneven) == 1

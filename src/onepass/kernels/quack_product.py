@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.kernels.layout import lies_evenly
 from onepass.runtime.dispatch import has_address
 from onepass.runtime.sizes import compute_capability
 from onepass.runtime.wheels import Wheel, find_functions
@@ -22,7 +23,6 @@ _CALLED_BY = {"A", "B", "out", "cu_seqlens_k", "tuned"}
 _PARAMETERS = {"gemm": {*_CALLED_BY, "cu_seqlens_m"}, "gemm_add_inplace": _CALLED_BY}
 _WARNS = r"(cutlass|quack)\b"
 _WHEEL = Wheel("QuACK", "quack-kernels", "pip install quack-kernels", "quack.gemm_interface", _PARAMETERS, _WARNS)
-_ALIGNED = 16  # bytes
 _LEAST_ADDED = 1 << 26  # numbers of main_grad: that saves 130 us of memory's time, where the call takes the CPU 200 us more
 _LEAST_MULTIPLIED = 1 << 37  # multiplications: half as many, of rows, take 6 % more than PyTorch's, and twice as many 6 % less
 _CAPABILITY = 9, 0  # what it was measured on
@@ -41,9 +41,9 @@ def quack_functions() -> QuackFunctions | str:
 
 
 def _can(*operands: Tensor) -> bool:
-    """Whether QuACK is there, for a GPU for which it was measured, and takes where these start."""
+    """Whether QuACK is there, for a GPU for which it was measured, and takes these as they lie."""
     return (
-        all([has_address(operand) and operand.data_ptr() % _ALIGNED == 0 for operand in operands])
+        all([has_address(operand) and lies_evenly(operand) for operand in operands])
         and compute_capability(operands[0].device) == _CAPABILITY
         and not isinstance(quack_functions(), str)
     )
@@ -55,15 +55,15 @@ def quack_multiplies(a: Tensor, b: Tensor, multiplications: int, of_gradient: bo
     return a.is_cuda and a.dtype is torch.bfloat16 and multiplications >= least and _can(a, b)
 
 
-def quack_adds(a: Tensor, main_grad: Tensor) -> bool:
-    """Whether QuACK's product may add to main_grad [G, N, K]: in fp32."""
+def quack_adds(a: Tensor, main_grad: Tensor, *more: Tensor) -> bool:
+    """Whether QuACK's product may add to main_grad [G, N, K]: in fp32. more: the other operand, where it is there already."""
     return (
         a.is_cuda
         and a.dtype is torch.bfloat16
         and main_grad.dtype is torch.float32
         and main_grad.numel() >= _LEAST_ADDED
         and main_grad.is_contiguous()
-        and _can(a, main_grad)
+        and _can(a, main_grad, *more)
     )
 
 

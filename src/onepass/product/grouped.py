@@ -113,7 +113,7 @@ def grouped_weight_gradient(
     `name`: what errors call the weight.
     """
     if dy.shape[0] and torch_can_group(dy, weight):  # PyTorch's refuses no rows
-        if main_grad is not None and quack_adds(dy, main_grad):
+        if main_grad is not None and quack_adds(dy, main_grad, x):
             place = accumulation_target(weight, main_grad, request)
             if place is not None:
                 grad = placeholder(weight, request)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onepass.ops.loss.row_functions import APART
 from onepass.runtime.sizes import ceil_div
 
 _PARTS = tuple(1 << i for i in range(13))  # equal parts: a smaller last chunk costs as much as a whole one
@@ -203,7 +204,8 @@ def _row_counts(inputs: PlanInputs, few: bool = False) -> Iterator[int]:
 
 
 def _column_counts(inputs: PlanInputs) -> Iterator[int]:
-    yield from _split(inputs.V, 256 if inputs.V >= 1024 else 1, _LEAST_COLUMNS)
+    """Blocks begin at multiples of APART: the last then has no more room, in a padded weight, than the others' memory."""
+    yield from _split(inputs.V, 256 if inputs.V >= 1024 else APART, _LEAST_COLUMNS)
 
 
 def _split(size: int, multiple: int, least: int) -> Iterator[int]:
