@@ -155,10 +155,15 @@ def head_of(
     return Head(cast(tokens, product), cast(weight, product), bias, options.wide, options.use_triton, shard, lora, own)
 
 
+def pads(x: Tensor) -> bool:
+    """Whether products are faster there with rooms of logits, and rows of a weight, of whole multiples of APART."""
+    return x.is_cuda
+
+
 def padded_rows(weight: Tensor, use_triton: bool) -> int:
     """Rows of a padded copy of the weight, whose products are faster; 0 if the weight needs none."""
     V = weight.shape[0]
-    return ceil_div(V, APART) * APART if use_triton and V % _EVEN and weight.is_cuda else 0
+    return ceil_div(V, APART) * APART if use_triton and V % _EVEN and pads(weight) else 0
 
 
 def operand_bytes(rows: int, weight: Tensor, low_rank: int, size: int) -> int:
@@ -208,7 +213,7 @@ def new_logits(head: Head, rows: int, columns: int, dtype: torch.dtype | None = 
     the product and then the sum, up to 1.4 times the error. With LoRA the bias is an operand's column.
     """
     # on a CPU PyTorch's bf16 products read what lies between rows, and NaN there comes into the result
-    width = ceil_div(columns, APART) * APART if head.hidden.is_cuda else columns
+    width = ceil_div(columns, APART) * APART if pads(head.hidden) else columns
     if head.bias is not None and head.lora is None:
         width = min(width, max(columns, head.weight.shape[0]))
     return head.hidden.new_empty(rows, width, dtype=dtype or head.logits)
