@@ -57,6 +57,21 @@ def test_within_the_error_budget(bias, dtype):
     assert found(fused) == [(ONE, 3), (WEIGHTS, 3), (INPUT, 3)]
 
 
+def test_a_layer_called_twice_on_one_input_has_both_terms():
+    """Its products are one by then, which the sum of the input's gradient has twice."""
+
+    class Twice(Layers):
+        def forward(self, x):
+            u = torch.tanh(x)
+            other = self.layers[1](u)
+            return [(self.layers[0](u) * self.layers[0](u)).sum(), other.square().sum()]
+
+    module, x = Twice(), torch.randn(16, 64, requires_grad=True)
+    fused = onepass.fuse(module, compiler="none")
+    (expected,), (ours,) = (torch.autograd.grad(sum(each(x)), x) for each in (module, fused))
+    torch.testing.assert_close(ours, expected)
+
+
 def test_a_frozen_layer_leaves_forward_merged():
     module = Layers()
     module.layers[1].weight.requires_grad_(False)

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from onepass.fusion import ragged
 from onepass.fusion.graph import aten
 from onepass.fusion.rewrite import rewrite
 
@@ -275,3 +276,23 @@ def test_the_whole_rms_norm(weighted, dim, normalized):
     found = Counter((f.operator, f.lanes) for f in report.found)
     assert found["_fused_rms_norm", 2] == 1 and found["_fused_rms_norm_backward", 2] == 1
     same(OnCPU(graph).run(*inputs), wanted, 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, F64), ids=str)
+def test_no_epsilon_is_that_of_the_arithmetic(dtype, monkeypatch):
+    """A norm of 16-bit rows is computed in fp32, and so is its default."""
+    monkeypatch.setattr(ragged, "triton_unsupported", lambda x: None)  # as on a GPU
+    shapes = [(8, width) for width in (64, 96, 128)]
+
+    def norms(*tensors):
+        rows, weights = tensors[:3], tensors[3:]
+        return [aten._fused_rms_norm.default(x, [x.shape[-1]], w, None)[0] for x, w in zip(rows, weights, strict=True)]
+
+    with FakeTensorMode():
+        given = [torch.empty(shape, dtype=dtype, device="cuda") for shape in (*shapes, *(shape[1:] for shape in shapes))]
+        graph = make_fx(norms, pre_dispatch=True)(*given)
+    weights = set(graph.graph.find_nodes(op="placeholder")[3:])
+    rewrite(graph.graph, weights, FREE_COPIES, compiled=False)
+    (node,) = (node for node in graph.graph.nodes if "ragged_norm_forward" in str(node.target))
+    eps = node.args[4]
+    assert eps == torch.finfo(F64 if dtype is F64 else torch.float32).eps

@@ -153,6 +153,13 @@ def test_varlen_attention_is_the_same_attention(case, name, ordered, monkeypatch
     assert report, report
 
 
+@pytest.mark.parametrize("window", ((3, None), (None, 3), (3, 3)))
+def test_an_older_varlen_attention_has_no_windows(window, monkeypatch):
+    monkeypatch.setattr(backends, "_varlen", lambda: older_varlen_attn)
+    with pytest.raises(RuntimeError, match="has no window"):
+        onepass.attention(drawn(), HEADS, GROUPS, causal=False, window=window, deterministic=False, backend="varlen_attn")
+
+
 def drawn(dtype=BF16, S=40, D=D):
     return torch.randn(2, S, (HEADS + 2 * GROUPS) * D, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
 

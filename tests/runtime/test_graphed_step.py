@@ -1,6 +1,7 @@
 """What a CPU shows of `graphed_step`: a graph's stand-in records a step's operators, and replays them without Python."""
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -283,6 +284,31 @@ def test_a_graph_writes_no_scales_of_another_model(graphs, fp8_by_formula):
     for each, before, steps in zip(weights, counted, (0, 1), strict=True):
         for weight, count in zip(each, before, strict=True):
             assert torch.equal(weight.fp8.scales.steps, count + steps)
+
+
+def test_scales_must_stay(graphs, fp8_by_formula):
+    """A load begins them anew: a replay would go on with those of before, in memory that is others' by then."""
+    made = onepass.nn.MLP(32, 64, precision="fp8")
+    step, x = onepass.graphed_step(stepper(made, sgd(made.parameters())), warmup=1), torch.randn(16, 32)
+    for _ in range(3):
+        step(x)
+    kept = weakref.ref(made.linear_fc1.weight.fp8.scales)
+    made.load_state_dict(made.state_dict())
+    with pytest.raises(RuntimeError, match="scales must stay"):
+        step(x)
+    assert kept() is not None
+
+
+def test_what_a_replayed_step_has_refreshed_is_not_refreshed_on_resume(graphs, fp8_by_formula):
+    recipe = onepass.FP8Recipe("delayed", amax_history_len=2)
+    made = onepass.nn.MLP(32, 64, precision=recipe)
+    train = stepper(made, sgd(made.parameters(), lr=0.01))
+    step, x = onepass.graphed_step(train, warmup=1), torch.randn(16, 32)
+    train(x)
+    assert all(state["updated"] for state in onepass.nn.fp8_state_dict(made).values())
+    for _ in range(3):
+        step(x)
+    assert not any(state["updated"] for state in onepass.nn.fp8_state_dict(made).values())
 
 
 # ---- without a GPU ----

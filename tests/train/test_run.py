@@ -207,6 +207,14 @@ def test_a_curve_that_was_stopped_is_compared_as_far_as_it_goes(tmp_path, capsys
     assert "The two losses are at most 0.25 apart" in capsys.readouterr().out
 
 
+def test_weights_of_a_step_gone_wrong_are_not_saved(tmp_path, corpus, capsys):
+    """Steps that are not logged neither: the checkpoint would push out one of good weights."""
+    given = "--lr", 1e30, "--lr-warmup-iters", 0, "--clip-grad", 0, "--log-interval", 100, "--save-interval", 2, "--train-iters", 6
+    assert train(corpus, "--run-dir", tmp_path / "run", *given) == 1
+    assert "a lower --lr" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("checkpoints/*/*.safetensors"))
+
+
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path, corpus, capsys):
     assert train(corpus, "--run-dir", tmp_path / "run", "--lr", 1e30, "--lr-warmup-iters", 0, "--clip-grad", 0) == 1
     assert "a lower --lr" in capsys.readouterr().err

@@ -200,7 +200,10 @@ class Linears:
         root = _common_sum(terms[0], terms)
         if root is None:
             return None
-        rest = [term for term in _addends(root) if term not in terms]
+        addends = _addends(root)
+        if any(addends.count(term) != 1 for term in terms):  # a layer called twice, with one gradient for both
+            return None
+        rest = [term for term in addends if term not in terms]
         if any(tensor_key(term) != tensor_key(root) for term in [*terms, *rest]):
             return None
         return root, terms, rest

@@ -65,7 +65,8 @@ def _forward(sweep: _Sweep, nodes: Sequence[Node]) -> list[Result]:
     weights = _listed(nodes, 2)
     biases = _listed(nodes, 3) if norm == "layer_norm" else []
     stated = nodes[0].args[eps_place]
-    eps = stated if stated is not None else float(torch.finfo(value(xs[0]).dtype).eps)
+    # None is the epsilon of the type that the norm is computed in, not of what it reads
+    eps = stated if stated is not None else float(torch.finfo(torch.promote_types(value(xs[0]).dtype, torch.float32)).eps)
     whole = _columns(sweep, xs, weights, biases)
     if whole is not None:
         packed = True

@@ -194,7 +194,8 @@ class GraphedStep:
         places = [parameter.data_ptr() for parameter in parameters]
         asking = [(each, each.requires_grad) for each in {id(each): each for each in (*parameters, *step.given)}.values()]
         written = [*(parameter for parameter in parameters if parameter.requires_grad), *step.written]
-        shape.relied_on = _ReliedOn(options, parameters, places, asking, expected, written)
+        eight_bits = [(each, each.fp8) for each, _ in asking if hasattr(each, "fp8")]
+        shape.relied_on = _ReliedOn(options, parameters, places, asking, expected, written, eight_bits, step.scales)
         shape.results = tree_map_only(Tensor, Tensor.detach, found)
         shape.graph = graph
 
@@ -276,10 +277,14 @@ class _ReliedOn(NamedTuple):
     asking: list[tuple[Any, bool]]  # parameters, and whether they require a gradient
     grads: list[Any]
     written: list[Tensor]
+    eight_bits: list[tuple[Any, Any]]  # weights, and the state that they carry for products in eight bits
+    scales: list[Any]  # which a replay writes: held, so that it writes to nobody else's memory
 
     def check(self) -> None:
         for each in self.options:
             each.check()
+        if any(getattr(weight, "fp8", None) is not state for weight, state in self.eight_bits):
+            raise RuntimeError("a weight's scales must stay, but are others, as after load_state_dict: make a new graphed_step")
         if [parameter.data_ptr() for parameter in self.parameters] != self.places:
             raise RuntimeError("parameters must stay where they are, but one has other memory by now: make a new graphed_step")
         if any(parameter.requires_grad is not asks for parameter, asks in self.asking):

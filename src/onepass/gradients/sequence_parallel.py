@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.gradients.dtensor_parts import local_part
 from onepass.gradients.releasable_storage import ensure_written
 from onepass.runtime.process_setting import validating
 
@@ -60,7 +61,7 @@ def _marked_grads(named: list[tuple[str, Tensor]]) -> Grads:
             main_grad = getattr(parameter, "main_grad", None)
             grad = ensure_written(main_grad) if isinstance(main_grad, Tensor) else parameter.grad
             if grad is not None:
-                grads[name] = grad
+                grads[name] = local_part(grad)  # FSDP2's part of it
     return grads
 
 

@@ -18,8 +18,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from onepass.distributed.collectives import start_all_gather
 from onepass.gradients.adamw_state import (
     CODES,
     LOW,
@@ -204,9 +206,20 @@ class ShardedAdamW(torch.optim.Optimizer):
     # ---- a step ----
 
     @torch.no_grad()
-    def norm(self) -> Tensor:
-        """Return the norm of all gradients over all ranks, on the device. Collective."""
-        return _norm([parameter.grad for parameter in self._rows if parameter.grad is not None])
+    def norm(self, tp_group: dist.ProcessGroup | None = None) -> Tensor:
+        """Return the norm of all gradients over all ranks, on the device. Collective.
+
+        tp_group: the tensor-parallel ranks. Parameters with a true `tensor_model_parallel` differ from rank to rank; others are
+            the same there, and counted once.
+        """
+        trained = [(parameter, parameter.grad) for parameter in self._rows if parameter.grad is not None]
+        if tp_group is None or not trained:
+            return _norm([grad for _, grad in trained])
+        every = tp_group.rank() == 0
+        own = _norm([grad for parameter, grad in trained if every or getattr(parameter, "tensor_model_parallel", False)])
+        norms = start_all_gather(own.to(trained[0][1].device).view(1), tp_group).wait()
+        whole: Tensor = torch.linalg.vector_norm(norms)
+        return whole
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, norm: Tensor | None = None) -> Any:

@@ -89,7 +89,7 @@ def _varlen_refuses(call: Call, D: int, options: AttentionOptions) -> Reason:
             "varlen_attn's backward has a fixed order only under torch.use_deterministic_algorithms(True): turn that on, or pass "
             "deterministic=False"
         )
-    if "window_size" not in signature(_varlen()).parameters and options.left >= 0:
+    if "window_size" not in signature(_varlen()).parameters and (options.left >= 0 or options.right > 0):
         return f"varlen_attn of PyTorch {torch.__version__} has no window"
     return None
 

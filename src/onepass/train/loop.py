@@ -41,7 +41,7 @@ _SAVING = 20  # a run that saves by time trains at least so many times as long a
 
 
 class Diverged(Exception):
-    """The loss is infinite or NaN."""
+    """The loss, or the gradient's norm, is infinite or NaN."""
 
 
 class _Ended(NamedTuple):
@@ -199,6 +199,7 @@ class TrainRun:
                 self._log_step(evaluate)
             if save:
                 began = time.monotonic()
+                self._check(step, float(self.layout.average(loss)), float(norm))
                 checkpoint.save(
                     self.folder / "checkpoints", done, self.trained, self.config, options, self.layout,
                     vocabulary=self.tokens.vocabulary,
@@ -267,8 +268,13 @@ class TrainRun:
         if self.record is not None:
             self.record.add(line)
             self.live.step(line)
-        if not math.isfinite(line.loss):
-            raise Diverged(f"the loss is {line.loss} at step {line.step}: a lower --lr or a longer --lr-warmup-iters may help")
+        self._check(line.step, line.loss)
+
+    def _check(self, step: int, loss: float, norm: float = 0.0) -> None:
+        """Raise where a step has gone wrong. A checkpoint of its weights would push out one of good weights."""
+        for what, value in (("loss", loss), ("gradient's norm", norm)):
+            if not math.isfinite(value):
+                raise Diverged(f"the {what} is {value} at step {step}: a lower --lr or a longer --lr-warmup-iters may help")
 
     def _evaluated(self) -> float:
         batches = self.batches("valid")

@@ -93,8 +93,8 @@ class Update(ABC):
 
     def step(self, lr: float) -> None:
         self.set_rate(lr)
+        self._share_notes()  # before what a graph has captured refreshes its scales, after the optimizer's step
         self._step()
-        self._share_notes()
 
     def delayed_scales(self) -> list[FP8Scales]:
         """Return the scales of layers in eight bits that have delayed ones, as far as a forward has made them."""
@@ -220,6 +220,9 @@ class PlainUpdate(Update):
         self.optimizer.zero_grad()
 
 
+_MARKS = "sequence_parallel", "tensor_model_parallel"  # of parameters, which say what tensor-parallel ranks have of them
+
+
 class FsdpUpdate(Update):
     """PyTorch's fully_shard: each data-parallel rank has a shard of every block's weights, gradients and optimizer state.
 
@@ -244,11 +247,14 @@ class FsdpUpdate(Update):
         # inputs stay as the model makes them: rotations in fp32, and alike where a checkpoint runs a block without its hooks
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         blocks: Any = model.layers, model.mtp
+        marks = {name: {mark: getattr(parameter, mark, False) for mark in _MARKS} for name, parameter in parameters.items()}
         for block in chain(*(each.values() for each in blocks)):
             fully_shard(block, mesh=mesh, mp_policy=policy)
             stateful = [(each, each.weight) for each in fp8_layers(block) if each.has_state]
             block.register_forward_pre_hook(partial(_carry_fp8, stateful))
         fully_shard(model, mesh=mesh, mp_policy=policy)
+        for name, parameter in model.named_parameters():  # which are others now
+            vars(parameter).update(marks[name])
         super().__init__(model, options, layout)
         self.main_grads = FSDPMainGrads(model)
         groups = embeddings_apart(parameter_groups(model, options), model, options.optimizer_moments)
@@ -272,7 +278,10 @@ class FsdpUpdate(Update):
         model.set_is_last_backward(last)
 
     def finish(self) -> Tensor:
-        self._norm = self.optimizer.norm()
+        group = self.layout.tensor.group
+        if group is not None:
+            reduce_sequence_parallel_grads(self.model, group)
+        self._norm = self.optimizer.norm(group)
         return self._norm
 
     def _step(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 pytest.importorskip("transformers", minversion="5")
 
+import transformers
 from integrations.huggingface.families import FAMILIES, VOCABULARY, assert_alike, batch, both, made, step
 
 import onepass
@@ -322,6 +323,21 @@ def test_attention_dropout_that_comes_later_is_seen():
         torch.manual_seed(2)
     first, second = (model(**batch()).loss for _ in range(2))
     assert first != second
+
+
+@pytest.mark.parametrize("by", ("eager", "sdpa"))
+def test_attention_dropout_is_kept_by_whatever_name(by):
+    """StarCoder's modules call it attn_dropout."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+    config = transformers.GPTBigCodeConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=by).train()
+    huggingface.apply(model)
+    tokens, mask = torch.randint(2, 64, (2, 16)), torch.ones(2, 16, dtype=torch.long)
+    mask[1, :5] = 0
+    for given in ({}, {"attention_mask": mask}):
+        with torch.no_grad():
+            first, second = (model(tokens, use_cache=False, **given).logits for _ in range(2))
+        assert not first.equal(second)
 
 
 def test_threads_do_not_meet():

@@ -127,6 +127,8 @@ class Interfaces:
             plain = documents is None and window is None and name == "sdpa" and module._onepass.interface.is_plain
             if plain and (q.shape[3] <= WIDEST or not q.is_cuda):
                 return function(module, q, k, v, None, *args, **options)
+            if options.get("dropout"):
+                raise RuntimeError(f"{type(module).__name__} drops attention, which apply has not found: please report the model")
             taken: dict[str, Any] = {name: options.get(name) for name in ("scaling", "softcap", "s_aux")}
             return attend_heads(q, k, v, documents, window=window, **taken), None
 

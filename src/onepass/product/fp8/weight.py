@@ -151,7 +151,8 @@ class FP8Weight:
 
     def state_dict(self, weight: Tensor) -> dict[str, Any]:
         """Return what a resumed run needs to go on with the same bits: plain tensors, a dict and a bool."""
-        updated = self._version is not None and may_have_changed(weight, self._version)
+        # where a graph is replayed, the optimizer's step has refreshed the scales already
+        updated = self._version is not None and not self._replayed and may_have_changed(weight, self._version)
         return {**self.scales.state_dict(), "recipe": asdict(self.recipe), "updated": updated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
