@@ -209,8 +209,8 @@ def test_a_curve_that_was_stopped_is_compared_as_far_as_it_goes(tmp_path, capsys
 
 def test_weights_of_a_step_gone_wrong_are_not_saved(tmp_path, corpus, capsys):
     """Steps that are not logged neither: the checkpoint would push out one of good weights."""
-    given = "--lr", 1e30, "--lr-warmup-iters", 0, "--clip-grad", 0, "--log-interval", 100, "--save-interval", 2, "--train-iters", 6
-    assert train(corpus, "--run-dir", tmp_path / "run", *given) == 1
+    rate, saves = ("--lr", 1e30, "--lr-warmup-iters", 0, "--clip-grad", 0), ("--save-interval", 2, "--train-iters", 6)
+    assert train(corpus, "--run-dir", tmp_path / "run", *rate, *saves, "--log-interval", 100) == 1
     assert "a lower --lr" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("checkpoints/*/*.safetensors"))
 
