@@ -138,7 +138,7 @@ def test_pytorchs_attention_gets_addresses_that_it_can_read(monkeypatch):
     tensors, tables, dy = draw(Case(nope=6, rope=10, V=32))  # values begin 12 bytes after a head of kv
     leaves, dy, read, stock = [unaligned(t).requires_grad_() for t in tensors], unaligned(dy), [], module.attention_by_pytorch
     expected = step()
-    monkeypatch.setattr(module, "_is_read_by_address", lambda _: True)
+    monkeypatch.setattr(module, "is_read_by_address", lambda _: True)
     monkeypatch.setattr(module, "attention_by_pytorch", attend)
     assert equal(step(), expected)
     assert len(read) == 4

@@ -213,11 +213,12 @@ class ShardedAdamW(torch.optim.Optimizer):
             the same there, and counted once.
         """
         trained = [(parameter, parameter.grad) for parameter in self._rows if parameter.grad is not None]
-        if tp_group is None or not trained:
+        if tp_group is None:
             return _norm([grad for _, grad in trained])
         every = tp_group.rank() == 0
         own = _norm([grad for parameter, grad in trained if every or getattr(parameter, "tensor_model_parallel", False)])
-        norms = start_all_gather(own.to(trained[0][1].device).view(1), tp_group).wait()
+        device = next(iter(self._rows)).device  # of a rank without gradients, too: all ranks gather
+        norms = start_all_gather(own.to(device).view(1), tp_group).wait()
         whole: Tensor = torch.linalg.vector_norm(norms)
         return whole
 

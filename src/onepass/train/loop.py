@@ -198,8 +198,8 @@ class TrainRun:
             if evaluate or save or not self._waits_later:
                 self._log_step(evaluate)
             if save:
+                self._check(step, float(self.layout.average(loss)), float(norm))  # waits for the step, which is no time of saving
                 began = time.monotonic()
-                self._check(step, float(self.layout.average(loss)), float(norm))
                 checkpoint.save(
                     self.folder / "checkpoints", done, self.trained, self.config, options, self.layout,
                     vocabulary=self.tokens.vocabulary,

@@ -225,7 +225,7 @@ def _is_harmless(name: str, value: Any, marked: bool) -> bool:
 
 def drops(module: nn.Module) -> bool:
     """Whether the module has dropout, as a rate, which models call by several names, or as a child."""
-    named = [rate for name, rate in vars(module).items() if "drop" in name]
+    named = [getattr(module, "attention_dropout", 0.0), *(rate for name, rate in vars(module).items() if "drop" in name)]
     rates = [*named, *(each.p for each in module.children() if isinstance(each, nn.Dropout))]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 

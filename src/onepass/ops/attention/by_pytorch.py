@@ -32,14 +32,13 @@ from onepass.ops.attention.grouped import (
     rotate_groups_back,
     values_of,
 )
-from onepass.ops.attention.layout import as_readable, mark_overwritten
+from onepass.ops.attention.layout import as_readable, is_read_by_address, mark_overwritten
 from onepass.ops.attention.rope_formula import rope_blocks
 from onepass.ops.attention.rope_kernels import rotate
 from onepass.ops.attention.rope_norm import NormedRopeOptions, normed_rope, weight_grads
 from onepass.ops.attention.rope_norm_kernels import HeadGradients, rotate_back
 from onepass.runtime.dispatch import (
     fast_apply,
-    has_address,
     needs_dispatcher,
     needs_grad,
     not_twice_differentiable,
@@ -296,7 +295,7 @@ def attend_by_pytorch(
         (qkv, options), overwrite = ungrouped(qkv, options), True  # a copy of ours
     if under_functorch() or not qkv.numel():
         return attention_formula(qkv, cos, sin, options, cu_seqlens, sinks, with_fp32_grads(*weights))  # type: ignore[arg-type]
-    by_address = qkv.is_cuda and has_address(qkv)
+    by_address = is_read_by_address(qkv)
     if by_address:
         qkv = as_readable(qkv)
     # not whether an op is called: a compiler, or a mode that watches, sees the formula whole and chooses what to save

@@ -37,7 +37,7 @@ from onepass.ops.attention.choice import in_order
 from onepass.ops.attention.formula import AttentionOptions, Parts, attention_by_pytorch, formula_of_parts
 from onepass.ops.attention.forward import attend, forward_tiles, head_block, lse_size
 from onepass.ops.attention.latent_kernels import LatentGradients, LatentSizes, arrange, arrange_back, arrange_tiles
-from onepass.ops.attention.layout import as_readable
+from onepass.ops.attention.layout import as_readable, is_read_by_address
 from onepass.ops.attention.rope_formula import rope_formula
 from onepass.ops.attention.sharding import table_split
 from onepass.runtime.backend import NATIVE, choose, run_other
@@ -46,7 +46,6 @@ from onepass.runtime.checks import check_device, check_floating, check_number
 from onepass.runtime.dispatch import (
     cast,
     fast_apply,
-    has_address,
     needs_grad,
     not_twice_differentiable,
     product_type,
@@ -141,7 +140,7 @@ def _by_pytorch(parts: Parts, options: LatentOptions, cu_seqlens: Tensor | None)
     if under_functorch() or not q.numel():
         return _by_formula(parts, options, cu_seqlens)
     H, V = v.shape[2:]
-    by_address = _is_read_by_address(v)
+    by_address = is_read_by_address(v)
     if by_address:
         v = as_readable(v)
     missing = max(0, q.shape[-1] - V) if v.device.type == "cpu" else 0  # PyTorch's kernel for CPUs takes one width
@@ -152,10 +151,6 @@ def _by_pytorch(parts: Parts, options: LatentOptions, cu_seqlens: Tensor | None)
     if by_address and y.requires_grad:
         y.register_hook(lambda dy: as_readable(dy.contiguous()))
     return y
-
-
-def _is_read_by_address(x: Tensor) -> bool:
-    return x.is_cuda and has_address(x)
 
 
 # ---- by kernels: registered ops, opaque to the compiler and visible to checkpointing ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.runtime.dispatch import needs_dispatcher, needs_grad, under_functorch
+from onepass.runtime.dispatch import has_address, needs_dispatcher, needs_grad, under_functorch
 
 
 def as_readable(x: Tensor) -> Tensor:
@@ -13,6 +13,11 @@ def as_readable(x: Tensor) -> Tensor:
     *outer, last = x.stride()
     in_rows = last == 1 and not any(stride % 8 for stride in outer) and all(outer) and x.data_ptr() % 16 == 0
     return x if in_rows else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_read_by_address(x: Tensor) -> bool:
+    """Whether PyTorch's kernels read x where it begins, 16 bytes at a time, and don't look where that is."""
+    return x.is_cuda and has_address(x)
 
 
 def is_sequence_first(x: Tensor) -> bool:
