@@ -87,6 +87,18 @@ def test_ours_is_as_good_as_eager(case: ModelCase) -> None:
 
 
 @pytest.mark.usefixtures("transformers")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT's
+def test_a_step_changes_adapters_by_more_than_bf16_leaves_out() -> None:
+    pytest.importorskip("peft")
+    losses = {}
+    for name in (EAGER, OURS):
+        batches = huggingface_process.tokens(LORA, CPU)
+        trainer = huggingface_process._Trainer(LORA, huggingface_process.new_model(LORA, CPU), name)
+        losses[name] = [float(trainer.step(next(batches))) for _ in range(40)]
+    assert max(abs(a - b) for a, b in zip(losses[EAGER], losses[OURS], strict=True)) < 1.5e-3
+
+
+@pytest.mark.usefixtures("transformers")
 def test_a_graphed_step_trains_as_others_at_a_rate_that_is_a_tensor() -> None:
     case = replace(LLAMA, graphed=True)
     assert OURS_GRAPHED in case.contenders and OURS_GRAPHED not in LLAMA.contenders

@@ -55,6 +55,7 @@ from onepass.profiling.record import run, synchronize
 _ROUNDS, _WARM = 5, 3
 _ROUND_US, _FEWEST, _MOST = 1e6, 2, 20  # a round's length, and the fewest and the most steps in it
 _RATE, _RISING = 1e-4, 50  # the learning rate, and in how many steps it is reached
+_OF_B = 0.02  # of an adapter's b as PEFT draws it
 
 
 def main(asked: str, file: str) -> None:
@@ -134,10 +135,19 @@ def _in_four_bits(model: Any, device: torch.device) -> None:
 
 
 def _with_lora(model: Any, case: ModelCase) -> Any:
-    """Return the model with PEFT's adapters, both random: a first gradient of a is 0 where b is."""
+    """Return the model with PEFT's adapters, both random: a first gradient of a is 0 where b is.
+
+    b's numbers are those of an adapter some hundred steps old. PEFT makes adapters in bf16 before it keeps them in fp32. Where b
+    is as large as it draws it, up to .25, bf16 doesn't show a step's change, and losses of products in bf16 are others.
+    """
     options = {"r": case.lora_rank, "lora_alpha": 2 * case.lora_rank, "target_modules": "all-linear", "init_lora_weights": False}
     config = imported("peft", "LoraConfig")(**options, task_type="CAUSAL_LM")
-    return imported("peft", "get_peft_model")(model, config, autocast_adapter_dtype=case.adapters == "fp32")
+    made = imported("peft", "get_peft_model")(model, config, autocast_adapter_dtype=case.adapters == "fp32")
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(_OF_B)
+    return made
 
 
 def tokens(case: ModelCase, device: torch.device) -> Iterator[Tensor]:
