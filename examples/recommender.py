@@ -72,9 +72,16 @@ def ways(device: torch.device, small: bool, rows: list[int], width: int) -> dict
     if small:
         return found | {"one table by hand": (by_hand, by_hand)}
     compiled = made(Recommender)
-    return found | {
+    found |= {
         "compiled": (compiled, torch.compile(compiled, dynamic=False)),
         "one table by hand, compiled": (by_hand, torch.compile(by_hand, dynamic=False)),
+    }
+    if device.type == "cpu":
+        return found
+    fused, compiled = made(Recommender), made(Recommender)
+    return found | {
+        "fused, CUDA graphs": (fused, onepass.fuse(fused, cuda_graph=True)),
+        "compiled, CUDA graphs": (compiled, torch.compile(compiled, dynamic=False, mode="reduce-overhead")),
     }
 
 
