@@ -26,7 +26,7 @@ from torch import nn
 
 import onepass
 from onepass.gradients import adamw as module
-from onepass.gradients import adamw_formula
+from onepass.gradients import adamw_formula, adamw_stepper
 from onepass.gradients.adamw_formula import AdamWSlice, joined_master, store_master
 from onepass.kernels.language import triton
 from onepass.parallel import AdamW, MainGrads, MasterWeights
@@ -169,6 +169,31 @@ def test_nan_and_inf_are_seen():
             fed(main_grads, [grad])
             norm = optimizer.step(1.0)  # as clip_: of a norm that is no number all become none
             assert not norm.isfinite() and parameter.isnan().sum() == (24 if bad != bad else 1)
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_a_step_past_a_graph_writes_what_the_graphs_replay_wrote(monkeypatch):
+    case = Case(((16,), (8, 8)), BF16)
+    results = []
+    for replayed in (True, False):
+        parameters = parameters_of(case)
+        main_grads = named(parameters)
+        optimizer = AdamW(main_grads, lr=1e-1)
+        (stepper,) = optimizer._parts[0].steppers.values()
+        fed(main_grads, gradients_of(case, 0))
+        with onepass.use_backend("triton"), monkeypatch.context() as capture:
+            capture.setattr(adamw_stepper, "is_capturing", lambda device: True)
+            optimizer.step(1.0)
+        of_graph = stepper.options.clone()
+        for step in range(1, 3):
+            optimizer.param_groups[0].update(lr=1e-3, betas=(0.5, 0.9), weight_decay=0.3, eps=1e-6)
+            fed(main_grads, gradients_of(case, step))
+            with onepass.use_backend("triton"):
+                optimizer.step(0.5)
+            if replayed:
+                stepper.options.copy_(of_graph)  # as a replay does
+        results.append(torch.cat([master for master, _, _ in kept(optimizer, parameters)]))
+    assert torch.equal(*results)
 
 
 @pytest.mark.usefixtures("backend")

@@ -31,6 +31,7 @@ class AdamWStepper:
         self.options = torch.zeros(len(groups) * OPTIONS + 1, dtype=torch.float64, device=device)
         self.places = self.options.unbind()
         self.known: list[float | None] = [0.0] * len(self.places)  # None: not known here
+        self.captured = False  # whether a graph's replays may write the options, which nobody here sees
         self.stretches: list[AdamWSlice] = []
         self.passages: list[tuple[Passage | None, list[AdamWSlice], list[AdamWBatch]]] = []
         self.rows = torch.zeros(0, 2, dtype=torch.int64, device=device)  # of parameters that are stepped, and their groups
@@ -111,26 +112,26 @@ class AdamWStepper:
         return backend.choose("AdamW", named if named in backend.NATIVE else "auto", triton_unsupported(self.steps)) == "triton"
 
     def _write_options(self, groups: list[dict[str, Any]], max_norm: float | None) -> None:
-        """Write the options that have changed, as arguments of launches; in a CUDA graph write all."""
+        """Write the options that have changed, as arguments of launches; in a CUDA graph, and after one, write all."""
         columns = [[group["lr"], *group["betas"], group["eps"], group["weight_decay"]] for group in groups]
         values = [
             *(value for option in zip(*columns, strict=True) for value in option),
             math.inf if max_norm is None else max_norm,
         ]
-        fixed = is_capturing(self.device)
+        self.captured |= is_capturing(self.device)
         changed = {}
         for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 self.places[place].copy_(value)
                 self.known[place] = None
-            elif fixed or self.known[place] != value:
+            elif self.captured or self.known[place] != value:
                 changed[place], self.known[place] = float(value), None
         if changed:
             places, numbers = [self.places[place] for place in changed], list(changed.values())
             torch._foreach_zero_(places)
             torch._foreach_add_(places, numbers)
             for place, number in changed.items():  # not before they are written: that may fail
-                self.known[place] = None if fixed else number
+                self.known[place] = None if self.captured else number
 
 
 @contextmanager
