@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,6 +182,16 @@ def test_little_of_offloaded_state_is_on_the_device():
     assert all(slot.nbytes <= most + 20 * 512 for slot in ring._slots)
     assert ring.bytes == sum(each.nbytes for _, mine, _ in optimizer.parameter_states() for each in mine.stored.values())
     assert ring.rate() > 0
+
+
+def test_state_comes_when_its_memory_is_free(monkeypatch):
+    """The current stream allocates and clears it, and may not have come so far."""
+    ring, waited = offloaded_state.StateRing(torch.device("cpu")), []
+    ring._streams = [SimpleNamespace(wait_stream=to.append, synchronize=lambda: None) for to in (waited, [])]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
+    for passages, size in enumerate((512, 1024, 512, 2048), 1):  # the last in larger memory than the first
+        ring.add_passage(size)
+        assert waited == ["the current one"] * passages
 
 
 def test_everything_goes_with_the_optimizer():

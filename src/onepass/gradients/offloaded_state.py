@@ -73,6 +73,8 @@ class StateRing:
             self.settle()  # copies may be under way
             self._slots[slot].untyped_storage().resize_(size)  # views stay: tables of addresses are made after the last passage
             self._slots[slot] = self._slots[slot].as_strided((size,), (1,))
+        if self._streams is not None:  # the memory may be another's until the current stream has come here, which also clears it
+            self._streams[0].wait_stream(torch.cuda.current_stream(self.device))
         passage = Passage(self, len(self.passages))
         self.passages.append(passage)
         return passage, self._slots[slot][:size]
