@@ -14,6 +14,7 @@ CHUNK = 64
 def _rule(q, k, v, g, beta, scale, initial_state, cu_seqlens):
     given = (q, k, v, g, beta, initial_state, cu_seqlens)
     assert all(t is None or t.is_contiguous() for t in given)
+    assert not any(t.data_ptr() % 16 for t in given[:6] if t is not None)  # FlashQLA's tensor maps
     assert g.dtype is torch.float32 and q.dtype is k.dtype is v.dtype and isinstance(scale, float)
     assert initial_state is None or initial_state.dtype is torch.float32
     return chunked_delta_rule(*given, scale)
@@ -28,6 +29,7 @@ def _forward(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seql
 
 def _backward(q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens):
     assert (A == 3).all() and A.shape == (*v.shape[:3], CHUNK) and do.is_contiguous()
+    assert not any(t.data_ptr() % 16 for t in (A, do, g, *([] if dht is None else [dht])))
     assert dht is None or dht.dtype is torch.float32
 
     def gradients():

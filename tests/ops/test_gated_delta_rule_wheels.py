@@ -105,6 +105,25 @@ def test_a_state_that_nobody_differentiates_and_frozen_tensors():
     assert [t.dtype for t in grads] == [t.dtype for t in tensors[:5]]
 
 
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_tensors_at_odd_addresses_are_copied(wheel):
+    """As sequences of a batch are, past the first, or what lies in a flat buffer."""
+    tensors, _ = given(state=BF16)
+    odd = [torch.cat([t.new_zeros(1), t.detach().flatten()])[1:].view(t.shape).requires_grad_() for t in tensors]
+    assert all(t.data_ptr() % 16 for t in odd)
+
+    def call(*ts):
+        found = onepass.gated_delta_rule(*ts[:5], initial_state=ts[5], output_final_state=True, backend=wheel)
+        return [torch.cat([t.new_zeros(1), t.flatten()])[1:] for t in found]  # whose gradients lie so, too
+
+    def gradients_of(ts):
+        found = call(*ts)
+        return [*found, *torch.autograd.grad(sum(t.float().square().sum() for t in found), ts)]
+
+    with stand_in(wheel=wheel):
+        assert equal(gradients_of(tensors), gradients_of(odd))
+
+
 # ---- who refuses what ----
 
 

@@ -174,7 +174,7 @@ class _Documents(NamedTuple):
 
 def wheel_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Return y, final states, g's sums and the systems' inverses."""
-    q, k, v, g, beta, state = (None if t is None else t.contiguous() for t in inputs[:6])
+    q, k, v, g, beta, state = (None if t is None else _laid_evenly(t) for t in inputs[:6])
     assert q is not None and g is not None
     g, cu_seqlens = g.float(), inputs.cu_seqlens
     if cu_seqlens is not None:
@@ -196,7 +196,7 @@ def wheel_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, T
 
 def wheel_backward(kept: DeltaKept, options: DeltaOptions, need_dstate: bool) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, g, beta and the initial states."""
-    dy, dfinal, q, k, v, sums, beta, system, state = (None if t is None else t.contiguous() for t in kept[:9])
+    dy, dfinal, q, k, v, sums, beta, system, state = (None if t is None else _laid_evenly(t) for t in kept[:9])
     assert q is not None and k is not None and v is not None and sums is not None and beta is not None
     documents = _Documents.of(kept.cu_seqlens, q.shape[1], options.wheel)
     given: dict[str, Any] = {
@@ -214,6 +214,12 @@ def wheel_backward(kept: DeltaKept, options: DeltaOptions, need_dstate: bool) ->
         dstate = documents.put(dstate, dfinal, kept.cu_seqlens)
     dstate = None if dstate is None else dstate.to(state.dtype)  # type: ignore[union-attr]
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.float(), dbeta.to(beta.dtype), dstate
+
+
+def _laid_evenly(t: Tensor) -> Tensor:
+    """Return a contiguous tensor at a multiple of 16 bytes, as FlashQLA's tensor maps need. What is elsewhere is copied."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
 
 
 def _functions(name: str) -> tuple[Any, ...]:
