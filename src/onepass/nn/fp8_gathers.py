@@ -3,7 +3,8 @@
 A weight's scale is a power of two, found from the largest magnitude of all that is multiplied together. Ranks agree on it, each
 casts its shard, and what arrives is decoded: a code times a power of two is a number of the weight's type. The product casts
 that again, to the same codes or, where the largest magnitude was rounded down past a power of two, to codes twice as large at
-half the scale. Either way y and its gradients have the bits that they have of weights gathered in their own type.
+half the scale. Either way y and its gradients have the bits that they have of weights gathered in their own type. They have not
+where one rank has weights of a product apart and others have them in one storage: then each weight has a scale of its own.
 
 With scales by row backward casts columns of the weight itself, which codes of rows don't have: such layers are left alone.
 """
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.distributed.collectives import raise_to_largest
 from onepass.gradients.fsdp import check_collectives, groups_of, unsupported
 from onepass.gradients.packed_gathers import packed_with
+from onepass.kernels.device_tables import device_table
 from onepass.kernels.fp8_cast import cast_tensor
 from onepass.product.fp8.scales import FP8Scales
-from onepass.runtime.fp8 import E4M3, FP8Target, fits_fp8
+from onepass.runtime.fp8 import E4M3, SLOTS, FP8Target, fits_fp8
 from onepass.runtime.fp8_recipe import FP8Recipe, recipe_of
 
 
@@ -89,27 +92,37 @@ class FP8AllGather:
     def _cast_scales(
         self, segments: list[_Segment], coded: set[int], sent: Tensor, group: dist.ProcessGroup
     ) -> dict[int, tuple[Tensor, Tensor]]:  # fmt: skip
-        """Return the scale of each weight that travels as codes, and its inverse. Weights of one product share it."""
-        of_parameter = {id(each.parameter): each for each in segments}
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for each in segments:
-            if id(each.parameter) in coded and id(each.parameter) not in found:
-                together = [of_parameter[id(other)] for other in packed_with(each.parameter)]
-                recipe = _recipe_of(each.parameter, group)
-                assert recipe is not None
-                scales = self._scales.get(recipe)
-                if scales is None:
-                    scales = self._scales[recipe] = FP8Scales(recipe, sent.device)
-                    scales.share("weight", group)
-                factors = scales.measure("weight", partial(_read, [other.rows(sent) for other in together]))
-                found |= dict.fromkeys([id(other.parameter) for other in together], (factors.scale, factors.inverse))
+        """Return the scale of each weight that travels as codes, and its inverse. Weights of one product share it.
+
+        A rank may have such weights apart, as where it keeps views of them, or its tokens have not reached their layer. Then all
+        ranks take a scale for each. There is one collective, whatever ranks have.
+        """
+        weights = {id(each.parameter): each for each in segments if id(each.parameter) in coded}
+        scales = [self._scales_of(each.parameter, sent.device, group) for each in weights.values()]
+        together = [[other for other in map(id, packed_with(each.parameter)) if other in coded] for each in weights.values()]
+        apart = device_table(tuple(int(len(others) == 1) for others in together), sent.device)
+        own = [
+            each.magnitude("weight", partial(cast_tensor, weight.rows(sent), codes=False))
+            for each, weight in zip(scales, weights.values(), strict=True)
+        ]
+        noted = torch.cat([*own, apart.to(torch.int32)])
+        raise_to_largest(noted, group)
+        *largest, is_apart = noted.split([SLOTS] * len(own) + [len(own)])
+        largest_of, found = dict(zip(weights, largest, strict=True)), {}
+        for place, (number, mine) in enumerate(largest_of.items()):
+            if len(together[place]) > 1:
+                of_all = torch.stack([largest_of[other] for other in together[place]]).amax(0)
+                mine = torch.where(is_apart[place] > 0, mine, of_all)
+            factors = scales[place].factors_for("weight", mine)
+            found[number] = factors.scale, factors.inverse
         return found
 
-
-def _read(parts: list[Tensor], target: FP8Target) -> None:
-    """Note the largest magnitude of all parts."""
-    for part in parts:
-        cast_tensor(part, target, codes=False)
+    def _scales_of(self, parameter: Any, device: torch.device, group: dist.ProcessGroup) -> FP8Scales:
+        recipe = _recipe_of(parameter, group)
+        assert recipe is not None
+        if recipe not in self._scales:
+            self._scales[recipe] = FP8Scales(recipe, device)
+        return self._scales[recipe]
 
 
 def _recipe_of(parameter: Any, group: dist.ProcessGroup) -> FP8Recipe | None:
@@ -138,9 +151,9 @@ def use_fp8_gathers(model: nn.Module) -> int:
         fully_shard(model)
         use_fp8_gathers(model)
 
-    A byte a number travels, in training. Losses and gradients keep their bits. Whatever else reads a gathered weight, such as a
-    hook of yours, sees its codes' values. Casting and decoding take 10 bytes of memory traffic a number, so that it is for links
-    slower than NVLink.
+    A byte a number travels, in training. Losses and gradients keep their bits, where all ranks run the same layers. Whatever
+    else reads a gathered weight, such as a hook of yours, sees its codes' values. Casting and decoding take 10 bytes of memory
+    traffic a number, so that it is for links slower than NVLink.
 
     Args:
         model: sharded by `fully_shard`, after its precision was set. Layers with scales by row are left alone.

@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onepass
 from onepass.gradients import copy_engines, packed_gathers
+from onepass.gradients.fsdp import groups_of
 from onepass.integrations import huggingface
 from onepass.integrations.huggingface import linears
 from onepass.integrations.huggingface.loss import replace_loss
 from onepass.integrations.huggingface.patches import Patches
 from onepass.kernels import fp8_cast
-from onepass.nn import use_fp8_gathers
+from onepass.nn import fp8_gathers, use_fp8_gathers
 from onepass.parallel import use_copy_engines
 from onepass.product.fp8 import scales
 
@@ -244,6 +245,35 @@ def test_gathers_in_eight_bits_have_the_bits_of_others(group):
     of_layer = 4 * 64 * 64 + 3 * 64 * 96
     assert travelled.count((torch.uint8, of_layer + 2 * 2 * 64)) == 2 * 2  # a byte a number, but for the two norms
     assert travelled.count((torch.bfloat16, of_layer + 2 * 64)) == 1  # in evaluation
+
+
+@pytest.mark.parametrize("why", ["it keeps views of them", "its layers have not run"])
+def test_ranks_agree_on_scales_where_one_has_weights_of_a_product_apart(group, why):
+    """It has as many collectives as others, and all gather the same weights."""
+    model, ids, gathered = sharded_in_eight_bits(MixedPrecisionPolicy()), torch.arange(12).view(1, 12), []
+    first = group.rank() == 0
+    use_fp8_gathers(model)
+    stock = fp8_gathers.FP8AllGather.__call__
+
+    def gather(self, output_tensor, **given):
+        stock(self, output_tensor, **given)
+        gathered.append(output_tensor.clone())
+
+    pack_gathers = linears.pack_gathers if why.startswith("it keeps") or not first else lambda weights: None
+    with patch.object(fp8_gathers.FP8AllGather, "__call__", gather), patch.object(linears, "pack_gathers", pack_gathers):
+        model(input_ids=ids, labels=ids)
+        parameters = [each for part in groups_of(model) for each in part.fsdp_params] if first else []
+        views = [each._unsharded_param.detach() for each in parameters]
+        for _ in range(2):
+            with products() as rows:
+                model(input_ids=ids, labels=ids)
+    del views
+    assert rows == ([64, 64, 64, 96, 96] if first else [192, 192])
+    assert len(gathered) == 3
+    for mine in gathered:
+        of_first = mine.clone()
+        dist.broadcast(of_first, 0)
+        assert mine.isfinite().all() and torch.equal(mine, of_first)
 
 
 def test_a_graph_keeps_the_memory_that_it_was_made_with(group):

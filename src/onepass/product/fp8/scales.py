@@ -231,12 +231,22 @@ class FP8Scales:
 
         Delayed scales of the input and the gradient are those of the history once there is one. `run` writes codes for a target.
         """
-        place, margin = ROLES.index(role), self.recipe.margin
-        row = new_factors(self.factors)
-        slots = torch.zeros(SLOTS, dtype=torch.int32, device=row.device)
-        run(FP8Target(self._types[place], self._of[place].scale, slots, self._uncounted))
+        slots = self.magnitude(role, run)
         if role in self._groups:
             raise_to_largest(slots, self._groups[role])
+        return self.factors_for(role, slots)
+
+    def magnitude(self, role: str, run: Callable[[FP8Target], object]) -> Tensor:
+        """Return the largest magnitude that a pass finds: the bits of fp32 numbers, int32 [SLOTS], of which it is the largest."""
+        place = ROLES.index(role)
+        slots = torch.zeros(SLOTS, dtype=torch.int32, device=self.factors.device)
+        run(FP8Target(self._types[place], self._of[place].scale, slots, self._uncounted))
+        return slots
+
+    def factors_for(self, role: str, slots: Tensor) -> FP8Factors:
+        """Return factors for a largest magnitude, or those of the history where that sets the scale."""
+        place, margin = ROLES.index(role), self.recipe.margin
+        row = new_factors(self.factors)
         delayed = self.recipe.scaling == "delayed" and role != "weight"
         given = row, slots, self.factors[place] if delayed else None
         if triton_unsupported(row) is None:
