@@ -124,6 +124,23 @@ def test_a_strange_token_leaves_others_alone(value, options, backend):
 
 
 @backends
+@pytest.mark.parametrize("options", [{}, {"normalise": False}, {"score": "sigmoid"}, {"groups": (3, 2)}], ids=str)
+def test_experts_that_are_masked_have_no_weight_and_no_gradient(options, backend):
+    """As by torch.softmax: the others are as if the masked ones, whose logits are -inf, were not there."""
+    logits = scores(13, 24).detach()
+    masked = torch.zeros_like(logits, dtype=torch.bool)
+    masked[:, ::3] = True
+    masked[2, 2:] = True  # fewer experts than k
+    logits = logits.masked_fill(masked, -math.inf).requires_grad_()
+    routing = onepass.route(logits, 4, aux=0.1, z=0.1, backend=backend, **options)
+    loss = routing.weights.square().sum() + routing.aux_loss + routing.z_loss
+    (grad,) = torch.autograd.grad(loss, logits)
+    hidden = masked.gather(1, routing.chosen)
+    assert (routing.weights[hidden] == 0).all() and hidden[2].sum() == 3 and hidden.sum() == 3
+    assert routing.weights.isfinite().all() and loss.isfinite() and grad.isfinite().all() and (grad[masked] == 0).all()
+
+
+@backends
 def test_nan_of_a_token_reaches_its_weights_past_a_bias(backend):
     logits, bias = scores(4, 24).detach(), torch.zeros(24, device=DEVICE)
     bias[:3] = 100.0

@@ -25,7 +25,10 @@ _PARTS = 3  # of 8 bits, in the 24 of fp32
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, at least in fp32 whatever their types and autocast."""
+    """Return x @ weight.T, at least in fp32 whatever their types and autocast.
+
+    By tensor cores an infinity times an fp32 weight is NaN. Mask logits after this, by -inf.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         if _has_tensor_cores(x, weight):
