@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 
 pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import assert_alike, batch, both, made, step
+from integrations.huggingface.families import SMALL, assert_alike, batch, both, made, step
 
 import onepass
 from onepass.integrations import huggingface
@@ -448,6 +448,22 @@ def test_a_parameter_that_is_one_at_first_is_trained(family, place):
     found = step(model, **batch())
     assert sum("gate" in name and "gate_proj" not in name for name in found[1]) == 2
     assert_alike(found, step(before, **batch()))
+
+
+def test_a_setting_of_a_part_of_the_configuration():
+    transformers = pytest.importorskip("transformers")
+    text = SMALL | {"head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 30.0}
+    config = transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None)
+    model = transformers.Gemma4ForConditionalGeneration(config).train()
+    before, applied = copy.deepcopy(model), huggingface.apply(model)
+    (row,) = [row for row in applied.replaced if row.part == "loss" and row.kind == "Linear"]
+    assert row.by == "linear_cross_entropy, softcap 30"
+    for each in (model, before):
+        each.config.text_config.final_logit_softcapping = 0.05
+    (row,) = [row for row in applied.left if row.part == "loss" and row.kind == "Linear"]
+    assert row.why == "changed since: its config.text_config.final_logit_softcapping was 30.0 and is 0.05"
+    assert_alike(step(model, **batch()), step(before, **batch()))
 
 
 def test_what_a_snapshot_is_of():

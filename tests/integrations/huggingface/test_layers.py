@@ -365,6 +365,38 @@ def test_a_layer_of_two_inputs():
     assert model[0]._onepass.given((), {"other": None}) is None
 
 
+def test_inputs_that_broadcast():
+    model = nn.Sequential(Output())
+    before, _ = copy.deepcopy(model), huggingface.apply(model)
+    x, other = torch.randn(2, 1, 16), torch.randn(2, 16)
+    torch.testing.assert_close(model[0](x, other), before[0](x, other))
+
+
+def test_code_that_does_more_in_fp16_runs_there():
+    """MBart's encoder clamps sums that overflow."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in SIZES_OF_A_STACK.items()}
+    config = transformers.MBartConfig(vocab_size=97, d_model=32, dropout=0.0, max_position_embeddings=64, **sizes)
+    model = transformers.MBartModel(config).eval()
+    with torch.no_grad():
+        layer = model.encoder.layers[0]
+        layer.self_attn.out_proj.bias[0], layer.fc2.bias[0] = 6e3, 6.5e4
+    before, applied = copy.deepcopy(model).half(), huggingface.apply(model)
+    (row,) = [row for row in applied.replaced if row.name == "encoder.layers.0"]
+    assert row.by == f"norm_linear, {RESIDUAL}" and row.why is None
+    model.half()
+    (row,) = [row for row in applied.rows if row.name == "encoder.layers.0"]
+    assert row.why == "in fp16 its own code, which does something else there"
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        found, expected = (each.encoder(ids).last_hidden_state for each in (model, before))
+    assert expected.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+SIZES_OF_A_STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+
+
 def test_a_type_that_the_norm_has_not():
     another_type_is_right(huggingface.apply)
 

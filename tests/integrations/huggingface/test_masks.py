@@ -139,6 +139,25 @@ def test_not_one_that_sees_more_or_is_told_otherwise(family, options):
     alike(model, before)
 
 
+class Layers(torch.nn.Module):
+    """A stack that has no configuration."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, **options):
+        for layer in self.layers:
+            x = layer(x, **options)
+        return x
+
+
+def test_not_one_without_a_configuration():
+    applied = huggingface.apply(torch.nn.Sequential(Layers(made("Llama").model.layers)))
+    (row,) = [row for row in applied.left if row.kind == "Layers"]
+    assert row.why == "it has no configuration"
+
+
 def test_not_a_model_that_is_the_stack_itself():
     """Whose forward's signature is read, by Trainer say."""
     model = made().model

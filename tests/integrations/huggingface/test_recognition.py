@@ -8,7 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from integrations.huggingface.families import VOCABULARY, assert_alike, batch, both, step  # noqa: E402
+from integrations.huggingface.families import SMALL, VOCABULARY, assert_alike, batch, both, step  # noqa: E402
 
 import onepass  # noqa: E402
 from onepass.integrations import huggingface  # noqa: E402
@@ -66,6 +66,24 @@ def test_mlps_by_exact_gelu_and_as_wide_inside_as_outside(family):
     model, before, applied = both(family.partition(",")[0], **options)
     assert {row.by for row in applied.replaced if row.part == "mlp" and not row.by.startswith("route: ")} == {by}
     assert_alike(step(model, **batch()), step(before, **batch()))
+
+
+CLAMPS = {  # which small numbers don't show, and the part that is left
+    "Olmo": ({"clip_qkv": 8.0, "intermediate_size": 48}, "self_attn", "linear"),
+    "GPTNeoX": ({"hidden_act": "gelu_10", "intermediate_size": 48}, "mlp", None),
+}
+
+
+@pytest.mark.parametrize("family", CLAMPS)
+def test_clamps_are_seen(family):
+    options, part, by = CLAMPS[family]
+    model, before, applied = both(family, **SMALL | options)
+    assert {row.by for row in applied.rows if row.name.endswith(part) and row.part in ("mlp", "qkv")} == {by}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(before.get_parameter(name).mul_(50))
+    assert_alike(step(model, **batch()), step(before, **batch()), 1e-4)
 
 
 # ---- modules that nobody has heard of ----

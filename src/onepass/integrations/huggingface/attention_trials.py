@@ -19,8 +19,9 @@ from onepass.integrations.huggingface.linears import LinearsMatch
 from onepass.integrations.huggingface.norms import NormMatch, is_norm
 from onepass.integrations.huggingface.probe import (
     FP64,
+    LARGE,
     Function,
-    close,
+    close_by_rows,
     parameters_of,
     probe,
     probe_forward,
@@ -304,8 +305,6 @@ def _as_attention(
         for i, (name, layer, outputs) in enumerate(zip(projections.names, projections.linears, projections.sizes, strict=True))
     }
     last = tiny(module._modules[out], heads * size, HIDDEN, 40)
-    x = randn(1, TOKENS, HIDDEN)
-    qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
     weights_of = {name: randn(width, seed=50 + i) for i, (name, width) in enumerate(zip(norms, widths, strict=True))}
     stand_ins = {name: (weight, Function(partial(normed, weight=weight))) for name, weight in weights_of.items()}
     one = torch.ones(size, dtype=FP64)
@@ -315,7 +314,11 @@ def _as_attention(
     if not norms and rotation is not None:  # of heads, without weights
         pairs_of_norms += [pair for pair in product(weightless, repeat=2) if weightless[pair[0]] == weightless[pair[1]]]
         stand_ins = {name: (one, child) for name, child in of_values.items()}
-    scaled = qkv if factor is None else factor.scaled(qkv, heads * size, LATE + torch.tensor([IDS]))
+    inputs = []
+    for x in (randn(1, TOKENS, HIDDEN), LARGE * randn(1, TOKENS, HIDDEN)):
+        qkv = torch.cat([layer(x) for layer in layers.values()], -1).detach()
+        scaled = qkv if factor is None else factor.scaled(qkv, heads * size, LATE + torch.tensor([IDS]))
+        inputs.append((x, scaled))
     by, mask = "sdpa", None
     if softcap is not None or whole.sinks is not None:  # which SDPA refuses
         by, mask = "eager", torch.full((TOKENS, TOKENS), float("-inf"), dtype=FP64).triu(1)[None, None]
@@ -331,12 +334,15 @@ def _as_attention(
             given = (HALVES if rotation is None else rotation).given(angles, of_tables) if tables else None
             weights = tuple(stand_ins[name][0] for name in names) if names and not whole.rows else (None, None)
             row_norms = tuple(stand_ins[name][1] for name in names) if whole.rows else ()
-            arranged = whole.arranged(scaled, row_norms, None if value_norm is None else of_values[value_norm])
             cos, sin = (None, None) if rotation is None else (of_tables * each[0] for each in (angles.cos(), angles.sin()))
-            y = attention_formula(arranged, cos, sin, call, None, logits, weights)  # type: ignore[arg-type]
-            expected = last(y).detach()
-            runs = (tried(module, made, x, given, by, training, mask, shared=_Unshared()) for training in (False, True))
-            return all(close(each, expected, 1e-6) for each in runs)
+            for x, qkv in inputs:
+                arranged = whole.arranged(qkv, row_norms, None if value_norm is None else of_values[value_norm])
+                y = attention_formula(arranged, cos, sin, call, None, logits, weights)  # type: ignore[arg-type]
+                expected = last(y).detach()
+                runs = (tried(module, made, x, given, by, training, mask, shared=_Unshared()) for training in (False, True))
+                if not all(close_by_rows(each, expected) for each in runs):
+                    return False
+            return True
 
         for names, value_norm in product(pairs_of_norms, (None, *of_values)):
             if whole.rows and [weights_of[name].numel() for name in names] != [heads * size, groups * size]:

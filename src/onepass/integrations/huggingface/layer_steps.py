@@ -197,19 +197,20 @@ class ChildNorm(JoinedNorm):
 
     def run(self, module: nn.Module, values: Values, given: dict[str, Any]) -> None:
         x, residual = values[self.x], None if self.residual is None else values[self.residual]
-        if residual is not None and self.is_ours(module) and self.has_type_of_x(values):
+        if residual is not None and self.is_ours(module) and self.is_like_x(values):
             values[self.result], values[self.total] = self.match(x, residual)
             return
         child: Any = module._modules[self.name]
         total = values[self.total] = x if residual is None else x + residual
         values[self.result] = child(total)
 
-    def has_type_of_x(self, values: Values) -> bool:
-        """Whether the sum has: an op gives it that."""
+    def is_like_x(self, values: Values) -> bool:
+        """Whether the sum has x's shape and type: an op gives it those."""
         if self.residual is None:
             return True
-        x, residual = values[self.x].dtype, values[self.residual].dtype
-        return x is residual or torch.promote_types(x, residual) is x
+        x, residual = values[self.x], values[self.residual]
+        fits = x.dtype is residual.dtype or torch.promote_types(x.dtype, residual.dtype) is x.dtype
+        return fits and x.shape == residual.shape
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class FoldedCall:
     def run(self, module: nn.Module, values: Values, given: dict[str, Any]) -> None:
         norm, call = self.norm, self.call
         child: Any = module._modules[call.name]
-        if norm.is_ours(module) and norm.has_type_of_x(values) and child is self.match.module and self.match.ready():
+        if norm.is_ours(module) and norm.is_like_x(values) and child is self.match.module and self.match.ready():
             x, folded = values[norm.x], FoldedNorm(norm.match, None if norm.residual is None else values[norm.residual])
             made = child(x, onepass_folded=folded, **call.options(given))
             assert folded.h is not None

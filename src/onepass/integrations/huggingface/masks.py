@@ -277,6 +277,8 @@ def _found(stack: Any, place: str, layers: list[nn.Module]) -> tuple[Stack | Non
     """Return what the stack's own masks hide, as its code makes them for small batches; or None, and why."""
     if own_forward(stack):
         return None, "it has a forward of its own already"
+    if getattr(stack, "config", None) is None:
+        return None, "it has no configuration"
     found = [find_mask_path(layer) for layer in layers]
     paths, attends = [path for path in found if path is not None], [path is not None for path in found]
     if not any(_attentions_in(layer) for layer in layers):

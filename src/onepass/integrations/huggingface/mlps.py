@@ -18,7 +18,16 @@ from onepass.integrations.compiled_mlp import gated_mlp, use_gated_mlp
 from onepass.integrations.huggingface.linear_layers import is_like_linear, is_linear, sizes_of, tiny
 from onepass.integrations.huggingface.linears import FoldedNorm, LinearsMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
-from onepass.integrations.huggingface.probe import Function, close, own_forward, parameters_of, probe, probe_forward, randn
+from onepass.integrations.huggingface.probe import (
+    LARGE,
+    Function,
+    close_by_rows,
+    own_forward,
+    parameters_of,
+    probe,
+    probe_forward,
+    randn,
+)
 from onepass.integrations.huggingface.snapshot import UNREAD, Snapshot, is_watched, reads_of
 from onepass.ops.activation.activation_linear import activation_linear
 from onepass.ops.activation.activations import ACTIVATIONS
@@ -168,6 +177,7 @@ def _activation_of(
     children: dict[str, nn.Module] = {name: layer if wrap is None else wrap(layer) for name, layer in layers.items()}
     children |= {name: Function(lambda y: 3 * y + 1) for name in dropouts}
     x = 3 * randn(7, _HIDDEN)
+    x = torch.cat([x, LARGE * x])
     results = [probe_forward(probe(module, children, training=training), x) for training in (False, True)]
     first = torch.cat([layers[name](x) for name in up], -1).detach()
     for name, act in ACTIVATIONS.items():
@@ -175,7 +185,7 @@ def _activation_of(
             inner = act.formula(first[..., :_INNER]) * first[..., _INNER:] if gated else act.formula(first)
             made = last(inner).detach()
             expected = 3 * made + 1 if dropouts else made
-            if all(close(each, expected, 1e-6) for each in results):
+            if all(close_by_rows(each, expected) for each in results):
                 return name
     return None
 

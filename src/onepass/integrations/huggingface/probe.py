@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.snapshot import GLOBAL_HOOKS, recording
 
 FP64 = torch.float64
+LARGE = 2.0**20  # a factor of inputs that shows clamps
 
 
 def probe(module: nn.Module, children: dict[str, nn.Module], **attributes: Any) -> nn.Module:
@@ -67,6 +68,12 @@ def close(found: Any, expected: Tensor, tolerance: float = 1e-9) -> bool:
     if not isinstance(found, Tensor) or found.shape != expected.shape or found.device != expected.device:
         return False
     return bool(torch.allclose(found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance))
+
+
+def close_by_rows(found: Any, expected: Tensor, tolerance: float = 1e-6) -> bool:
+    """Compare, where rows may be large: each by its largest number, if that is above 1."""
+    largest = expected.abs().amax(-1, keepdim=True).clamp(min=1.0)
+    return isinstance(found, Tensor) and found.shape == expected.shape and close(found / largest, expected / largest, tolerance)
 
 
 class Function(nn.Module):

@@ -30,7 +30,7 @@ class Snapshot:
 
     code: Callable[..., Any] | None = None  # its class's forward
     attributes: tuple[tuple[str, Any], ...] = ()
-    config: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()  # "text_config.vocab_size" is one of a part of the configuration
     tensors: tuple[tuple[str, bool], ...] = ()  # parameters, buffers and what was not there: whether there is one
     children: tuple[tuple[str, nn.Module, Snapshot], ...] = ()
 
@@ -46,12 +46,11 @@ class Snapshot:
             now = own.get(name)
             if now is not value and not _equal(now, value):
                 return False
-        if self.config:
-            config = _attributes_of(own.get("config"))
-            for name, value in self.config:
-                now = config.get(name)
-                if now is not value and not _equal(now, value):
-                    return False
+        config = own.get("config") if self.config else None
+        for name, value in self.config:
+            now = _setting(config, name)
+            if now is not value and not _equal(now, value):
+                return False
         for name, there in self.tensors:
             if (_found(own, name) is not None) is not there:
                 return False
@@ -73,10 +72,10 @@ class Snapshot:
         for name, value in self.attributes:
             if not _equal(own.get(name), value):
                 return f"its {name} was {_words(value)} and is {_words(own.get(name))}"
-        config = _attributes_of(own.get("config"))
         for name, value in self.config:
-            if not _equal(config.get(name), value):
-                return f"its config.{name} was {_words(value)} and is {_words(config.get(name))}"
+            now = _setting(own.get("config"), name)
+            if not _equal(now, value):
+                return f"its config.{name} was {_words(value)} and is {_words(now)}"
         for name, there in self.tensors:
             if (_found(own, name) is not None) is not there:
                 return f"its {name} was {'removed' if there else 'added'}"
@@ -99,8 +98,12 @@ def _equal(now: Any, then: Any) -> bool:
     return type(now) is type(then) and isinstance(then, bool | int | float | str | tuple | list | dict) and bool(now == then)
 
 
-def _attributes_of(config: Any) -> dict[str, Any]:
-    return {} if config is None else vars(config)
+def _setting(config: Any, name: str) -> Any:
+    """Return a configuration's attribute, or one of its parts', by its __dict__; None where it is not there."""
+    found = config
+    for each in name.split("."):
+        found = None if found is None else getattr(found, "__dict__", {}).get(each)
+    return found
 
 
 def _found(own: dict[str, Any], name: str) -> Any:
@@ -157,7 +160,7 @@ class Reads:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.names: set[str] = set()
-        self.config: set[str] = set()
+        self.config: set[str] = set()  # of settings
         self.given: set[str] = set()  # what probes had in place of the module's own
 
     def record(self, made: nn.Module, given: set[str]) -> None:
@@ -175,13 +178,10 @@ class Reads:
         children = {name: child for name in names if (child := own["_modules"].get(name)) is not None}
         tensors = {name for name in names - children.keys() if isinstance(_found(own, name), Tensor)}
         tensors |= {name for name in names if _found(own, name) is None and not hasattr(type(self.module), name)}
-        attributes = _attributes_of(own.get("config"))
-        aliases = _KEPT_AS | (getattr(own.get("config"), "attribute_map", None) or {})
-        config = {aliases.get(name, name) for name in self.config - _UNIMPORTANT if name in _KEPT_AS or not name.startswith("_")}
         return Snapshot(
             code=type(self.module).forward,
             attributes=tuple((name, _kept(own.get(name))) for name in sorted(names - tensors - children.keys())),
-            config=tuple((name, _kept(attributes.get(name))) for name in sorted(config)),
+            config=tuple((name, _kept(_setting(own.get("config"), name))) for name in sorted(self.config)),
             tensors=tuple((name, _found(own, name) is not None) for name in sorted(tensors)),
             children=tuple((name, children[name], snapshot_of(children[name])) for name in sorted(children)),
         )
@@ -201,16 +201,28 @@ def _kept(value: Any) -> Any:
 
 
 class RecordingConfig:
-    """A configuration whose reads are recorded."""
+    """A configuration whose reads are recorded, and those of its parts, as a text model's is one."""
 
-    def __init__(self, config: Any, reads: Reads) -> None:
-        vars(self).update(_config=config, _reads=reads)
+    def __init__(self, config: Any, reads: Reads, place: str = "") -> None:
+        vars(self).update(_config=config, _reads=reads, _place=place)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of a copy that has nothing yet
             raise AttributeError(name)
-        self._reads.config.add(name)
-        return getattr(self._config, name)
+        aliases = _KEPT_AS | (getattr(self._config, "attribute_map", None) or {})
+        place = self._place + aliases.get(name, name)
+        if name not in _UNIMPORTANT and (name in _KEPT_AS or not name.startswith("_")):
+            self._reads.config.add(place)
+        value = getattr(self._config, name)
+        is_part = hasattr(type(value), "model_type") and name in vars(self._config)
+        return RecordingConfig(value, self._reads, f"{place}.") if is_part else value
+
+    def get_text_config(self, *args: Any, **options: Any) -> Any:
+        """Return transformers' choice of a part, or this configuration."""
+        found = self._config.get_text_config(*args, **options)
+        if found is self._config:
+            return self
+        return next((getattr(self, name) for name, value in vars(self._config).items() if value is found), found)
 
 
 class _Recording:
