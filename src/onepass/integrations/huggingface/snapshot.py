@@ -100,9 +100,11 @@ def _equal(now: Any, then: Any) -> bool:
 
 def _setting(config: Any, name: str) -> Any:
     """Return a configuration's attribute, or one of its parts', by its __dict__; None where it is not there."""
+    if "." not in name:  # each call asks for some
+        return None if config is None else vars(config).get(name)
     found = config
     for each in name.split("."):
-        found = None if found is None else getattr(found, "__dict__", {}).get(each)
+        found = getattr(found, "__dict__", {}).get(each)
     return found
 
 
