@@ -193,6 +193,28 @@ def test_a_graph_steps_on_by_a_learning_rate_in_memory():
     assert optimizer.state[parameters[0]]["step"] == 4
 
 
+def test_steps_between_replays_have_their_own_learning_rate():
+    shapes = ((40, 24), (7,), (16400,))
+    case, parameters, main_grads, optimizer = made(shapes=shapes, lr=1e-1)
+    _, others, theirs, by_hand = made(shapes=shapes, lr=1e-1)
+    main_grads.finish()
+    _, graph = captured(lambda: optimizer.step(0.5))  # warmed up with gradients of zero, twice
+    optimizer.set_step(0)
+    with torch.no_grad():
+        for mine, other in zip(parameters, others, strict=True):
+            mine.copy_(other)
+    optimizer.reload()
+    for step, replayed in enumerate((False, True, False, False, True)):
+        for parameter, grad in zip(parameters, gradients_of(case, step), strict=True):
+            parameter.main_grad.copy_(grad)
+        optimizer.param_groups[0]["lr"] = 1e-3
+        graph.replay() if replayed else optimizer.step(0.5)
+        by_hand.param_groups[0]["lr"] = 1e-1 if replayed else 1e-3
+        fed(theirs, gradients_of(case, step))
+        by_hand.step(0.5)
+    assert all(torch.equal(mine, other) for mine, other in zip(parameters, others, strict=True))
+
+
 def test_the_same_every_time_and_on_another_stream():
     found = []
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.current_stream()):
