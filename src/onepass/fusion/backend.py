@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from onepass.fusion.cost import machine_of
 from onepass.fusion.foreach_cat import lower_marked
 from onepass.fusion.graph_inputs import with_stable_addresses
+from onepass.fusion.outputs import read_by_backward, with_own_outputs
 from onepass.fusion.report import FusionReport, GraphReport
 from onepass.fusion.rewrite import WHOLE, parameters_of, rewrite, take_apart
 from onepass.fusion.side_by_side import PackedParameters, backward_with, forward_with, put_back, take_out
@@ -153,7 +154,10 @@ class _Job:
         from torch._functorch.aot_autograd import aot_module_simplified
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+        read: list[bool] = []  # for each of the function's outputs: whether backward reads it. Forward's others are saved
+
         def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+            read.extend(read_by_backward(joint.graph, options["num_fwd_outputs"]))
             self.rewrite(joint.graph, compiled=False)
             joint.recompile()
             return min_cut_rematerialization_partition(joint, joint_inputs, **options)
@@ -161,12 +165,12 @@ class _Job:
         def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             wholes = take_out(gm.graph)
             gm.recompile()
-            return forward_with(make_boxed_func(gm.forward), self._kept(wholes))
+            return forward_with(with_own_outputs(make_boxed_func(gm.forward), gm.graph, read), self._kept(wholes))
 
         def backward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             back = put_back(gm.graph)
             gm.recompile()
-            return backward_with(make_boxed_func(gm.forward), back)
+            return backward_with(with_own_outputs(make_boxed_func(gm.forward), gm.graph), back)
 
         def inference(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             self.rewrite(gm.graph, compiled=False)

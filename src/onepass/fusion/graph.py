@@ -327,6 +327,11 @@ def leaves(node: Node, output: Node) -> bool:
     return any(user is output or (is_view(user) and leaves(user, output)) for user in node.users)
 
 
+def readers(node: Node) -> set[Node]:
+    """Return the users of the node's tensor and of its views, without the views."""
+    return {reader for user in node.users for reader in (readers(user) if is_view(user) else [user])}
+
+
 def _is_pure(node: Node) -> bool:
     return node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
 

@@ -34,10 +34,14 @@ from onepass.fusion.graph import (
     is_impure,
     is_pointwise,
     is_random,
+    is_tangent,
+    is_view,
     launches,
+    leaves,
     nbytes,
     only_for_backward,
     operands_of,
+    readers,
     shape,
     size_key,
     tensor_key,
@@ -66,6 +70,7 @@ class Sweep:
     compiled: bool = False  # whether inductor follows, which writes all parts of a cat in one kernel
     found: dict[LaneGroup, FusedGroup] = field(default_factory=dict)
     refused: list[UnfusedGroup] = field(default_factory=list)
+    joined: set[Node] = field(default_factory=set)  # cats that are now views of their lanes' memory
 
     def __post_init__(self) -> None:
         self.emit = Emitter(self.graph)
@@ -292,10 +297,36 @@ class Sweep:
             whole = self._joined(tensors[at : at + count], dim) if count > 1 else None
             parts.extend([whole] if whole is not None else tensors[at : at + count])
             at += count
-        if len(parts) < len(tensors):
-            result = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
-            replace(self.emit, node, result)
-        return len(parts) < len(tensors)
+        if len(parts) == len(tensors) or (len(parts) == 1 and self._must_own(node, tensors)):
+            return False
+        if len(parts) == 1:
+            self.joined.add(node)
+        replace(self.emit, node, parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim))
+        return True
+
+    def _must_own(self, cat: Node, tensors: Sequence[Node]) -> bool:
+        """Whether someone could notice that the cat has its lanes' memory.
+
+        A caller may write to what the graph returns, and to its inputs, before backward reads what forward saved.
+        """
+        leaving = leaves(cat, self.graph.output_node())
+        saved = bool(self.backward) and cat not in self.backward
+        if not leaving and not saved:
+            return False
+        roots = {self._memory_of(tensor) for tensor in tensors}
+        if any(root.op == "placeholder" and (leaving or not is_tangent(root)) for root in roots):
+            return True
+        others = {user for root in roots for user in readers(root)} - {cat}
+        return bool(others) and ((leaving and saved) or any(user.op == "output" or user in self.joined for user in others))
+
+    def _memory_of(self, node: Node) -> Node:
+        """Return the lane, the operator's result or the input that the node is a view of."""
+        while is_view(node) and node not in self.where.places:
+            viewed = arguments(node)[0]
+            if is_multiple(viewed) and not is_view(viewed):
+                break  # one of an operator's results
+            node = viewed
+        return node
 
     def _run_length(self, tensors: Sequence[Node]) -> int:
         """Return how many of the first tensors have one origin."""
