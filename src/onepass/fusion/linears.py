@@ -112,7 +112,7 @@ class Linears:
             product = emit(aten.addmm.default, bias, x, right)
         for layer, (start, end) in zip(layers, _ranges(layers), strict=True):
             emit.before = layer.product
-            replace(emit, layer.product, emit(aten.slice.Tensor, product, 1, start, end))
+            self._replace(layer.product, emit(aten.slice.Tensor, product, 1, start, end))
         self.found.append(FusedGroup("linear", len(layers), "one input, weights side by side", 0))
         return whole
 
@@ -120,6 +120,10 @@ class Linears:
         whole = whole_of(self.emit, [layer.weight for layer in layers], stacked=False)
         dtype = value(layers[0].used).dtype
         return whole if dtype == value(whole).dtype else self.emit(torch.ops.prims.convert_element_type.default, whole, dtype)
+
+    def _replace(self, old: Node, new: Node) -> None:
+        self.order[new] = self.order.get(old, len(self.order))  # the gradient of a later group may be this one's output
+        replace(self.emit, old, new)
 
     # ---- backward ----
 
@@ -153,7 +157,7 @@ class Linears:
         if by_weight is not None:
             product = self.emit(aten.mm.default, self.emit(aten.permute.default, together, [1, 0]), x)
             for old, (start, end) in zip(by_weight, _ranges(layers), strict=True):
-                replace(self.emit, old, self.emit(aten.slice.Tensor, product, 0, start, end))
+                self._replace(old, self.emit(aten.slice.Tensor, product, 0, start, end))
             self.found.append(FusedGroup("linear's weight gradient", len(layers), "one input, gradients side by side", copied))
         if by_input is not None:
             root, terms, rest = by_input
@@ -164,7 +168,7 @@ class Linears:
                 total = self.emit(torch.ops.prims.convert_element_type.default, total, value(terms[0]).dtype)
             for term in rest:
                 total = self.emit(aten.add.Tensor, total, term)
-            replace(self.emit, root, total)
+            self._replace(root, total)
             once = 0 if by_weight is not None else copied  # both products read one cat
             self.found.append(FusedGroup("linear's input gradient", len(layers), "a sum of products is one product", once))
 
@@ -285,5 +289,5 @@ def drop_double_transposes(graph: Graph) -> None:
         once = _transposed(node)
         twice = _transposed(once) if once is not None else None
         if twice is not None:
-            node.replace_all_uses_with(twice)
+            node.replace_all_uses_with(twice, delete_user_cb=lambda user: user.op != "output")  # the caller has two tensors
     remove_dead(graph, reversed(list(graph.nodes)))
