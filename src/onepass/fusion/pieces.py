@@ -162,7 +162,7 @@ def _padded(node: Node) -> Piece | None:
         if step != 1 or not all(isinstance(n, int) for n in (size, start, end)):
             return None
         first, last, _ = slice(start, end).indices(size)
-        return Piece(gradient, dim, first, last - first, squeezed=False)
+        return Piece(gradient, dim, first, max(last - first, 0), squeezed=False)
     if node.target is aten.select_backward.default:
         gradient, sizes, dim, index = arguments(node)
         dim %= len(sizes)
