@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from onepass.fusion.graph import Emitter, aten, value
+from onepass.fusion.graph import Emitter, NoRule, aten, value
 from onepass.fusion.lanes import Operand, Result, Shared, Stacked
 from onepass.fusion.rules.call import LaneCall, laid, rule, several, stacked
 
@@ -19,6 +19,8 @@ def _layer_norm(call: LaneCall) -> list[Result]:
     if not isinstance(weight, Stacked) and not isinstance(bias, Stacked):
         norm = emit(aten.native_layer_norm.default, x.node, sizes, _plain(weight), _plain(bias), eps)
         return several(call, norm, x.dim)
+    if any(value(operand.node).dtype != value(x.node).dtype for operand in (weight, bias) if operand is not None):
+        raise NoRule("a norm with weights of another type, whose statistics have a type that its trace doesn't show")
     norm = emit(aten.native_layer_norm.default, _wide(emit, x.node), sizes, None, None, eps)
     y = _affine(call, emit.item(norm, 0), x, weight, bias)
     statistics = [_cast(emit, emit.item(norm, i), value(call.node)[i].dtype) for i in (1, 2)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from onepass.fusion.graph import NoRule, aten, shape, size_key, value
 from onepass.fusion.lanes import Flat, Packed, Result, Shared, Stacked
 from onepass.fusion.rules.call import LaneCall
@@ -12,7 +14,11 @@ from onepass.fusion.rules.call import LaneCall
 def pointwise(call: LaneCall) -> list[Result]:
     """Align the lane dimensions. Operands broadcast from the right, so all need the same number of dimensions after it."""
     rank = int(value(call.node).dim())
-    stacked = [operand for operand in call.operands() if isinstance(operand, Stacked)]
+    operands = list(call.operands())
+    stacked = [operand for operand in operands if isinstance(operand, Stacked)]
+    numbers = any(operand.rank == 0 for operand in stacked)
+    if numbers and value(call.node).dtype == torch.bool and len({value(operand.node).dtype for operand in operands}) > 1:
+        raise NoRule("numbers of another type, in which their stack would be compared")
     largest = max(stacked, key=lambda operand: (operand.rank, -operand.dim))
     behind = largest.behind if largest.rank == rank else rank
 
