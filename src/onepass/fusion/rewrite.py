@@ -17,6 +17,7 @@ from onepass.fusion.graph import (
     aten,
     backward_nodes,
     drop_aliases,
+    is_impure,
     is_tangent,
     launches,
     nbytes,
@@ -131,8 +132,13 @@ def _inline(graph: Graph, node: Node, decompositions: Decompositions) -> None:
 
 
 def parameters_of(graph: Graph, is_parameter: Sequence[bool]) -> set[Node]:
-    """Return the inputs that are parameters. Return none where AOTAutograd changed the inputs (subclasses, duplicates)."""
+    """Return the inputs that are parameters, and that the graph doesn't write to.
+
+    A compiler doesn't know that a tensor of several parameters is their memory. It may write to it before it reads the tensor.
+    Return none where AOTAutograd changed the inputs (subclasses, duplicates).
+    """
     inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     if len(inputs) != len(is_parameter):
         return set()
-    return {node for node, yes in zip(inputs, is_parameter, strict=True) if yes and isinstance(value(node), torch.Tensor)}
+    given = {node for node, yes in zip(inputs, is_parameter, strict=True) if yes and isinstance(value(node), torch.Tensor)}
+    return {node for node in given if not any(map(is_impure, node.users))}
