@@ -50,10 +50,17 @@ def _copy(inputs: list[Any], places: Sequence[int], own: list[torch.Tensor]) -> 
     if not own:
         own.extend(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in moved)
     with torch.no_grad():
-        torch._foreach_copy_(own, moved)
+        torch._foreach_copy_(list(map(_stored, own)), list(map(_stored, moved)))
     for place, copy in zip(places, own, strict=True):
         inputs[place] = copy
     return moved
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    """Return one of the equal parts of an expanded tensor. A copy into all of them would write to one place several times."""
+    for dim, stride in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] > 1 else x
+    return x
 
 
 def _copy_back(moved: list[torch.Tensor], own: list[torch.Tensor], written: list[bool]) -> None:
