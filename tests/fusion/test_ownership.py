@@ -258,6 +258,23 @@ def test_norms_with_weights_of_another_type():
     check(Normed(), torch.randn(5, 4), rtol=5e-2, atol=5e-2)
 
 
+def test_a_bias_adds_no_rounding():
+    """In bf16 the product is rounded once, with its bias."""
+
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 16) for _ in range(3))
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return [layer(x) for layer in self.layers]
+
+    torch.manual_seed(0)
+    found = check(Biased(), torch.randn(50, 64), rtol=0, atol=0, grad=False).inference
+    assert found["addmm", 3] == 1
+
+
 def test_an_expanded_input_is_copied_once():
     call = with_stable_addresses(lambda inputs: inputs[0].sum(), [0])
     kept = [torch.full((2,), float(i)) for i in range(20)]

@@ -16,14 +16,13 @@ def _mm(call: LaneCall) -> list[Result]:
 
 @rule(aten.addmm.default)
 def _addmm(call: LaneCall) -> list[Result]:
+    """Return a batched product with its bias, also of a shared operand: a product and a sum would round twice."""
     if call.kwargs:
         raise NoRule("addmm with alpha or beta")
     bias, a, b = call.args
     if bias.rank != 1:
         raise NoRule("addmm that adds a matrix")
     row = bias.node if isinstance(bias, Shared) else call.emit(aten.unsqueeze.default, stacked_at(call, bias, 0), 1)
-    if isinstance(a, Shared) or isinstance(b, Shared):
-        return [Stacked(call.emit(aten.add.Tensor, _product_of(call, a, b), row), 0)]
     return [Stacked(call.emit(aten.baddbmm.default, row, stacked_at(call, a, 0), stacked_at(call, b, 0)), 0)]
 
 
