@@ -97,6 +97,10 @@ class AttentionMatch:
     reach: KeyRange = field(default_factory=KeyRange)  # which a marker has in place of a mask; masks.py sets it
     running: dict[int, _AttentionCall] = field(default_factory=dict)  # by thread
     snapshot: Snapshot = UNREAD
+    dropouts: tuple[str, ...] = field(init=False)  # attributes that models have such a rate as
+
+    def __post_init__(self) -> None:  # here, as PyTorch 2.11's compiler can't go through a module's attributes
+        self.dropouts = ("attention_dropout", *(name for name in vars(self.module) if "drop" in name))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"original": None, "running": {}}  # with_globals' function can't be pickled
@@ -114,6 +118,12 @@ class AttentionMatch:
         """The layers that run by ops, but for the output projection."""
         ups = [self.whole.queries, self.whole.keys] if isinstance(self.whole, FusedLatent) else []
         return [each for each in (self.projections, *ups) if each is not None]
+
+    def drops(self) -> bool:
+        """Whether the module has dropout, as a rate or as a child."""
+        rates = [getattr(self.module, name, 0.0) for name in self.dropouts]
+        rates += [each.p for each in self.module.children() if isinstance(each, nn.Dropout)]
+        return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
     def ready(self) -> bool:
         if self.projections is None or not self.projections.intact():
@@ -176,7 +186,7 @@ class AttentionMatch:
         else:  # on a GPU of other sizes its own code runs rope's kernel and SDPA
             takes = invariant() or not (x.is_cuda and head_size_of(module) not in SIZES)
             takes = takes and self.whole.norm_options(module) is not None
-        return takes and not (module.training and drops(module))
+        return takes and not (module.training and self.drops())
 
     def at_once(self, x: Tensor, options: dict[str, Any], folded: FoldedNorm | None) -> tuple[Tensor, None]:
         whole = self.whole
@@ -221,13 +231,6 @@ def _is_harmless(name: str, value: Any, marked: bool) -> bool:
     if marked and (name == "attention_mask" or name in LENGTHS):
         return True
     return value is None or name in _HARMLESS or (value is False and name in _SWITCHES)
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether the module has dropout, as a rate, which models call by several names, or as a child."""
-    named = [getattr(module, "attention_dropout", 0.0), *(rate for name, rate in vars(module).items() if "drop" in name)]
-    rates = [*named, *(each.p for each in module.children() if isinstance(each, nn.Dropout))]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.integrations.huggingface.attention_interface import NAME
-from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch, drops
+from onepass.integrations.huggingface.attentions import LENGTHS, AttentionMatch
 from onepass.integrations.huggingface.context_parallel import spread_of
 from onepass.integrations.huggingface.document_trials import LENGTHS_OF_Q, mixers_in, parts_documents
 from onepass.integrations.huggingface.documents import Refused, documents_of_lengths, documents_of_rows, starts_of
@@ -159,7 +159,7 @@ class Stack:
                 raise Refused(name)
         if self.by == "eager" and getattr(stack.config, "output_attentions", False):
             raise Refused("output_attentions")
-        if any(path.attention.module.training and drops(path.attention.module) for path in self.paths):
+        if any(path.attention.module.training and path.attention.drops() for path in self.paths):
             raise Refused("attention dropout")
         x = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         documents = self._documents(x, inputs)
