@@ -14,7 +14,7 @@ A page has a place for each table, between `<!-- name -->` and `<!-- /name -->`.
     scripts/fusions_1B.json                              benchmarks/fusions.py, a file a model
     scripts/gpt_losses.json, gpt_parallel_2.json         benchmarks/gpt_losses.py, benchmarks/gpt_parallel.py
     scripts/huggingface.json, hybrids_qwen3_5.json       onepass bench huggingface, a file a case of this year's layers
-    scripts/lora.json, lora_peers.json                   onepass bench lora
+    scripts/lora.json, lora_peers.json                   onepass bench lora (lora_axolotl.json: an earlier run, with axolotl)
     scripts/rates.json                                   benchmarks/rates.py; benchmarks/planned.py sets plans beside steps
     scripts/two_gpus.json                                benchmarks/two_gpus.py
     scripts/graphed_trainer.json, graphed_trainer_step.json        benchmarks/graphed_trainer.py, in two runs
