@@ -275,6 +275,17 @@ def test_a_bias_adds_no_rounding():
     assert found["addmm", 3] == 1
 
 
+def test_one_layer_of_several_inputs_is_a_taller_product_with_its_bias():
+    layer = nn.Linear(64, 16).bfloat16()
+
+    def several(a, b, c):
+        return [torch.nn.functional.gelu(layer(x)) for x in (a, b, c)]
+
+    torch.manual_seed(0)
+    found = check(several, *(torch.randn(50, 64, dtype=torch.bfloat16) for _ in range(3)), rtol=0, atol=0, grad=False).inference
+    assert found["addmm", 3] == 1
+
+
 def test_an_expanded_input_is_copied_once():
     call = with_stable_addresses(lambda inputs: inputs[0].sum(), [0])
     kept = [torch.full((2,), float(i)) for i in range(20)]

@@ -11,17 +11,22 @@ from onepass.fusion.rules.call import LaneCall, rule, stacked_at
 
 @rule(aten.mm.default)
 def _mm(call: LaneCall) -> list[Result]:
-    return [Stacked(_product_of(call, *call.args), 0)]
+    a, b = call.args
+    if isinstance(b, Shared):
+        return [Stacked(_taller(call, a, b), 0)]
+    return [Stacked(call.emit(aten.bmm.default, stacked_at(call, a, 0), stacked_at(call, b, 0)), 0)]
 
 
 @rule(aten.addmm.default)
 def _addmm(call: LaneCall) -> list[Result]:
-    """Return a batched product with its bias, also of a shared operand: a product and a sum would round twice."""
+    """Return a product with its bias, also where an operand is shared: a product and a sum would round twice."""
     if call.kwargs:
         raise NoRule("addmm with alpha or beta")
     bias, a, b = call.args
     if bias.rank != 1:
         raise NoRule("addmm that adds a matrix")
+    if isinstance(b, Shared) and isinstance(bias, Shared):
+        return [Stacked(_taller(call, a, b, bias), 0)]
     row = bias.node if isinstance(bias, Shared) else call.emit(aten.unsqueeze.default, stacked_at(call, bias, 0), 1)
     return [Stacked(call.emit(aten.baddbmm.default, row, stacked_at(call, a, 0), stacked_at(call, b, 0)), 0)]
 
@@ -34,11 +39,11 @@ def _bmm(call: LaneCall) -> list[Result]:
     return [Stacked(call.emit.view(product, [lanes, batch, m, n]), 0)]
 
 
-def _product_of(call: LaneCall, a: Operand, b: Operand) -> Node:
-    """Return the products [lanes, M, N]: one product of a taller matrix if b is shared, else a batched product."""
-    if isinstance(b, Shared):
-        left = stacked_at(call, a, 0)
-        lanes, m, k = shape(left)
-        product = call.emit(aten.mm.default, call.emit.view(left, [lanes * m, k]), b.node)
-        return call.emit.view(product, [lanes, m, shape(b.node)[1]])
-    return call.emit(aten.bmm.default, stacked_at(call, a, 0), stacked_at(call, b, 0))
+def _taller(call: LaneCall, a: Operand, b: Shared, bias: Shared | None = None) -> Node:
+    """Return the products [lanes, M, N] with a shared right operand, as one product of a taller matrix."""
+    left = stacked_at(call, a, 0)
+    lanes, m, k = shape(left)
+    rows = call.emit.view(left, [lanes * m, k])
+    given = (rows, b.node) if bias is None else (bias.node, rows, b.node)
+    product = call.emit(aten.mm.default if bias is None else aten.addmm.default, *given)
+    return call.emit.view(product, [lanes, m, shape(b.node)[1]])
