@@ -168,11 +168,11 @@ def test_no_option_compiles_anything():
     assert [len(cache[0]) for jit in functions for cache in jit.device_caches.values()] == before
 
 
-def test_a_graph_steps_on_by_a_learning_rate_in_memory():
+def captured_and_by_hand(lr):
+    """Return a case, parameters whose step is captured, with its graph, and the same parameters to be stepped by hand."""
     shapes = ((40, 24), (7,), (16400,))
-    lr = torch.tensor(1e-2)
     case, parameters, main_grads, optimizer = made(shapes=shapes, lr=lr)
-    _, others, theirs, by_hand = made(shapes=shapes, lr=1e-2)
+    _, others, theirs, by_hand = made(shapes=shapes, lr=float(lr))
     main_grads.finish()
     _, graph = captured(lambda: optimizer.step(0.5))  # warmed up with gradients of zero, twice
     optimizer.set_step(0)
@@ -180,6 +180,12 @@ def test_a_graph_steps_on_by_a_learning_rate_in_memory():
         for mine, other in zip(parameters, others, strict=True):
             mine.copy_(other)
     optimizer.reload()
+    return case, (parameters, optimizer, graph), (others, theirs, by_hand)
+
+
+def test_a_graph_steps_on_by_a_learning_rate_in_memory():
+    lr = torch.tensor(1e-2)
+    case, (parameters, optimizer, graph), (others, theirs, by_hand) = captured_and_by_hand(lr)
     for step in range(4):
         for parameter, grad in zip(parameters, gradients_of(case, step), strict=True):
             parameter.main_grad.copy_(grad)
@@ -194,16 +200,7 @@ def test_a_graph_steps_on_by_a_learning_rate_in_memory():
 
 
 def test_steps_between_replays_have_their_own_learning_rate():
-    shapes = ((40, 24), (7,), (16400,))
-    case, parameters, main_grads, optimizer = made(shapes=shapes, lr=1e-1)
-    _, others, theirs, by_hand = made(shapes=shapes, lr=1e-1)
-    main_grads.finish()
-    _, graph = captured(lambda: optimizer.step(0.5))  # warmed up with gradients of zero, twice
-    optimizer.set_step(0)
-    with torch.no_grad():
-        for mine, other in zip(parameters, others, strict=True):
-            mine.copy_(other)
-    optimizer.reload()
+    case, (parameters, optimizer, graph), (others, theirs, by_hand) = captured_and_by_hand(1e-1)
     for step, replayed in enumerate((False, True, False, False, True)):
         for parameter, grad in zip(parameters, gradients_of(case, step), strict=True):
             parameter.main_grad.copy_(grad)
