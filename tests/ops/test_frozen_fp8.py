@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -173,6 +174,7 @@ def test_compiled(by_formula):
 
 
 WORLDS = PAIRS if DEVICE.type == "cpu" else PAIRS[1:]  # over gloo a GPU's tensors end the process at times
+rank_context = partial(torch.device, "cpu")  # numbers are drawn there
 
 
 @pytest.mark.parametrize(

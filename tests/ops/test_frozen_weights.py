@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -269,6 +270,7 @@ def test_compiled(op):
 
 
 WORLDS = PAIRS if DEVICE.type == "cpu" else PAIRS[1:]  # over gloo a GPU's tensors end the process at times
+rank_context = partial(torch.device, "cpu")  # numbers are drawn there
 
 
 @pytest.mark.parametrize("by_row", (False, True))

@@ -147,6 +147,8 @@ def end_step(call, x, parameters, dy):
     with torch.no_grad():
         parameters["weight"].mul_(1)
         call(x, parameters)
+    if x.is_cuda:
+        torch.cuda.synchronize()  # so that the host knows which scales come from a history
 
 
 def trained(name, group, function=None, recipe=None, divide=True):

@@ -32,14 +32,28 @@ def _gather_into(x, ranks, name):
     return torch.ops._c10d_functional.all_gather_into_tensor_out(x, ranks, name, out=whole)
 
 
+def find_gpu(rank, ranks):
+    """Return the number of a rank's GPU. To NCCL ranks that share one are on machines of their own: on one it refuses that."""
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    return rank % gpus
+
+
+def launched(rank, ranks, backend="gloo"):
+    """Set the environment as torchrun does for a rank. The process group is a test's to meet."""
+    gpu = find_gpu(rank, ranks) if backend == "nccl" else rank
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(gpu), "GLOO_SOCKET_IFNAME": "lo"}
+
+
 def join(rank, ranks, folder, backend="gloo"):
     """Join the process group. Use one thread, as there are more ranks than cores. With NCCL, make the rank's GPU the default."""
     faulthandler.enable()  # a crash prints a traceback
     torch.set_num_threads(1)
     options = {}
     if backend == "nccl":
-        options["device_id"] = torch.device("cuda", rank)
-        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", find_gpu(rank, ranks))
+        torch.cuda.set_device(options["device_id"])
         torch.set_default_device(options["device_id"])
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

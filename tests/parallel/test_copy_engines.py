@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.worlds import PAIRS
+from parallel.worlds import PAIRS_OF_GPUS
 from torch import nn
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from onepass.gradients import copy_engines
 from onepass.parallel import use_copy_engines
 
-WORLDS = PAIRS
+WORLDS = PAIRS_OF_GPUS
 
 
 class SharedFile:

@@ -20,14 +20,17 @@ TESTS = Path(__file__).parents[1]
 GRACE = 3  # seconds in which ranks may still say what went wrong, after the first has
 
 
-def _world(backend, ranks):
-    too_few = pytest.mark.skipif(torch.cuda.device_count() < ranks, reason=f"needs {ranks} GPUs")
+def _world(backend, ranks, may_share=True):
+    """A backend and ranks. Over NCCL each has a GPU, or a part of one where the environment says so and the test allows it."""
+    needed = 1 if may_share and os.environ.get("ONEPASS_RANKS_SHARE_GPUS") else ranks
+    too_few = pytest.mark.skipif(torch.cuda.device_count() < needed, reason=f"needs {ranks} GPUs")
     return pytest.param((backend, ranks), id=f"{backend}-{ranks}", marks=[pytest.mark.gpu, too_few] if backend == "nccl" else [])
 
 
 PAIRS = [_world("gloo", 2), _world("nccl", 2)]
 FOURS = [_world("gloo", 4), _world("nccl", 4)]
 WORLDS = [*PAIRS, *FOURS]
+PAIRS_OF_GPUS = [_world("gloo", 2), _world("nccl", 2, may_share=False)]
 
 
 def start_method():

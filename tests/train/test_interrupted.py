@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
+from parallel.meeting import launched
 from rich.console import Console
 from train.checkpoint_runs import flip
 
@@ -537,7 +538,7 @@ def run_cases(rank, ranks, folder, backend):
     """A rank of runs whose text is empty, or whose ranks were given different settings."""
     torch.set_num_threads(1)
     folder, stock = Path(folder), dist.init_process_group
-    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    launched(rank, ranks, backend)
     layout._TURN_S = 0.0
     loop.MatrixPeak = lambda *args: None
     os.chdir(folder)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
+from parallel.meeting import launched
 
 import onepass
 from onepass.cli import main
@@ -63,7 +64,7 @@ MINUTE = 60.0
 def run(rank, ranks, folder, backend):
     torch.set_num_threads(1)
     os.chdir(folder)
-    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    launched(rank, ranks, backend)
     os.environ["OMP_NUM_THREADS"] = "1"  # measures no threads
     loop.MatrixPeak = run_record.draw = lambda *args: None  # these and ceilings take seconds, of a rank alone
     record.limits_of = lambda *args: Limits()

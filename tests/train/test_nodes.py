@@ -1,6 +1,5 @@
 """Runs of two machines that torchrun starts, with a disk each or a shared one. A machine is killed; disks change places."""
 
-import os
 import re
 import shlex
 import shutil
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
+from parallel.meeting import launched
 from train.checkpoint_runs import whole
 from train.machines import two_machines
 
@@ -40,7 +40,7 @@ def straight(tmp_path_factory, corpus):
 
 def run_straight(rank, ranks, folder, corpus):
     torch.set_num_threads(1)
-    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    launched(rank, ranks)
     start, place = dist.init_process_group, {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": ranks}
     dist.init_process_group = lambda *args, **options: start(*args, **options, **place)
     loop.MatrixPeak = run_record.draw = lambda *args: None

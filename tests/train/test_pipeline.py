@@ -181,7 +181,8 @@ def looked_at(kind, name, look):
 def train_case(group, name):
     """Train a case on the device that the backend has."""
     torch.set_default_device("cpu")  # batches are drawn there, as in a training run
-    device = torch.device("cuda", group.rank()) if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return watched(name, layout._groups(settings(name, group.size())[0], device))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from statistics import median
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onepass.runtime.cuda_graph import free_memory
 from onepass.train.batches import TokenBatch
 from onepass.train.steps import GraphedSteps, TrainSteps
 
@@ -27,7 +29,6 @@ class MeasuredSteps(GraphedSteps):
     """TrainSteps that become GraphedSteps if the first steps wait for the CPU, and say which.
 
     They stay as they are if a graph's memory would leave evaluations too little, or if its capture fails. Losses are the same.
-    Data-parallel ranks decide each for itself: no reduction is in a graph, and all ranks reduce in one order either way.
 
     Args:
         say: takes the line that says what was decided, and why.
@@ -80,10 +81,11 @@ class MeasuredSteps(GraphedSteps):
         return loss
 
     def _decide(self, device: torch.device) -> None:
-        calls, whole = (1e3 * median(times) for times in zip(*self._times, strict=True))
-        self._decided = True
-        self._reason = f"a microbatch's calls take the CPU {calls:.1f} of its {whole:.1f} ms"
-        needed, left = memory_of_graph(device)
+        times = (median(times) for times in zip(*self._times, strict=True))
+        own, others = memory_of_graph(device)
+        calls, whole, needed, lacking = self._most(*times, own, -others)
+        left, self._decided = -lacking, True
+        self._reason = f"a microbatch's calls take the CPU {1e3 * calls:.1f} of its {1e3 * whole:.1f} ms"
         if calls < _WAITS * whole:
             self._report(f"not needed, as {self._reason}")
         elif needed > left:
@@ -91,6 +93,10 @@ class MeasuredSteps(GraphedSteps):
             self._report(f"not captured, as {gib}, though {self._reason}")
         else:
             self.replays = True
+
+    def _most(self, *values: float) -> list[float]:
+        """Return each value's largest over all ranks that decide together."""
+        return [*values]
 
     def _report(self, text: str) -> None:
         if self._reason:
@@ -111,6 +117,55 @@ class MeasuredSteps(GraphedSteps):
         if failure is not None or graph is None:  # raised here: the error's own frames would keep the capture's memory
             raise _CaptureFailed(failure)
         return graph
+
+
+class ComparedSteps(MeasuredSteps):
+    """MeasuredSteps of several ranks: all keep the graph, or none, by whether a step takes less time with it than without.
+
+    Without one, gradients are reduced under backward. Replays call no hooks, so reductions start after the last one. No graph
+    holds those of data-parallel ranks, whose order is one either way: a rank whose capture fails goes on without.
+    """
+
+    _seconds: list[float] | None = None  # of steps that are compared: without the graph, then with it
+
+    def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        if self._seconds is None:
+            return super().run(batch)
+        device = batch.tokens.device
+        synchronize(device)
+        began = perf_counter()
+        loss_and_norm = super().run(batch)
+        synchronize(device)
+        lost = len(self._seconds) >= _TIMED and not self.replays
+        self._seconds.append(math.inf if lost else perf_counter() - began)
+        if len(self._seconds) == _TIMED:
+            self.replays = True
+        elif len(self._seconds) == 2 * _TIMED:
+            self._compare(device)
+        return loss_and_norm
+
+    def _decide(self, device: torch.device) -> None:
+        super()._decide(device)
+        if self.replays:
+            self.replays, self._seconds = False, []
+
+    def _compare(self, device: torch.device) -> None:
+        assert self._seconds is not None
+        times = median(self._seconds[:_TIMED]), median(self._seconds[_TIMED:])
+        without, replayed = (1e3 * seconds for seconds in self._most(*times))
+        self._seconds = None
+        compared = f"a step takes {replayed:.1f} ms with it and {without:.1f} without"
+        if replayed < without:
+            self._say(f"CUDA graph: kept, as {compared}")
+            return
+        self.replays, self._graph = False, None
+        free_memory(device)
+        self._say(f"CUDA graph: given up, as {compared if replayed < math.inf else 'a rank could not capture one'}")
+
+    def _most(self, *values: float) -> list[float]:
+        found = torch.tensor(values, dtype=torch.float64, device="cpu")  # by gloo
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from onepass.gpt.lora import adapter_settings, describe_adapters, frozen_digest
 from onepass.runtime.errors import CommandError
 from onepass.train.embedding_copy import CopiedEmbeddingUpdate
 from onepass.train.layout import ParallelLayout
-from onepass.train.measured_steps import MeasuredSteps
+from onepass.train.measured_steps import ComparedSteps, MeasuredSteps
 from onepass.train.options import Options
 from onepass.train.stages import Stages, check
 from onepass.train.steps import GraphedSteps, TrainSteps
@@ -56,15 +56,16 @@ def make(
     model = _model(used, options, layout)
     adapters = None if options.lora_rank is None else _adapted(model, options, say)
     update = _update(model, options, layout, alone)
-    if _may_have_graphs(used, options, layout, update):
-        reason = _why_not_measured(used, layout, update)
+    if not plain and _may_have_graphs(used, options, layout, update):
+        reason = _why_not_measured(used, update)
         if reason is None:
-            return Trained(model, update, MeasuredSteps(model, used, options, update, autocast, say=say), adapters)
+            measured = MeasuredSteps if layout.ranks == 1 else ComparedSteps
+            steps = measured(model, used, options, update, autocast, say=say, group=layout.tensor.group)
+            return Trained(model, update, steps, adapters)
         if say is not None:
             say(f"CUDA graph: not tried with {reason}; --cuda-graphs captures one")
     if options.cuda_graphs and not plain and lenient:
-        group = layout.tensor.group
-        steps = MeasuredSteps(model, used, options, update, autocast, decided=True, group=group)
+        steps = MeasuredSteps(model, used, options, update, autocast, decided=True, group=layout.tensor.group)
         return Trained(model, update, steps, adapters)
     kind = GraphedSteps if options.cuda_graphs and not plain else TrainSteps
     return Trained(model, update, kind(model, used, options, update, autocast), adapters)
@@ -93,12 +94,8 @@ def _adapted(model: Model, options: Options, say: Callable[[str], None] | None) 
     return {**made._asdict(), "modules": list(made.modules), "frozen": frozen_digest(model)}
 
 
-def _why_not_measured(config: Config, layout: ParallelLayout, update: Update) -> str | None:
+def _why_not_measured(config: Config, update: Update) -> str | None:
     """Return why the first steps decide nothing about a CUDA graph, where a run that could have one leaves that to its user."""
-    if layout.data.size < layout.ranks:
-        return "ranks that share a microbatch, of which one may not decide by its own clock"
-    if layout.ranks > 1:
-        return "several ranks, whose reductions would start after the last replay"
     if isinstance(update, MainGradUpdate) and update.main_grads.releases:
         return "gradients whose memory is released, which a graph would keep"
     if config.attention_dropout:  # seen on an H200: other last bits by cuDNN, and another kernel where that is off
@@ -111,7 +108,7 @@ def _may_have_graphs(config: Config, options: Options, layout: ParallelLayout, u
     return (
         options.cuda_graphs is None
         and layout.device.type == "cuda"
-        and isinstance(update, MainGradUpdate)  # not a plain model
+        and isinstance(update, MainGradUpdate)  # not FSDP's
         and not config.cpu_offloading
         and not options.offload_optimizer
     )

@@ -99,7 +99,7 @@ class GraphedSteps(TrainSteps):
     """
 
     replays = True
-    _graph: torch.cuda.CUDAGraph | None = None
+    _graph: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # and the loss that its replays write
     _boundaries = 0  # in each sequence of the graph
 
     def run(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -112,12 +112,13 @@ class GraphedSteps(TrainSteps):
             if self._graph is None:
                 self._capture(parts[0], 1.0 / len(parts))
             assert self._graph is not None
+            graph, loss = self._graph
             for part in parts:
                 for static, tensor in zip(self._static, part, strict=True):
                     if static is not None and tensor is not None:
                         static.copy_(tensor)
-                self._graph.replay()
-                total += self._loss
+                graph.replay()
+                total += loss
         return total / len(parts), self.update.finish()
 
     def _capture(self, part: TokenBatch, share: float) -> None:
@@ -132,7 +133,7 @@ class GraphedSteps(TrainSteps):
             for scales in self.update.delayed_scales():
                 scales.set_counts(next((count for known, count in counts if known is scales), None))
             free_memory(device)
-            self._graph, self._loss = self._captured(partial(self._micro, static, share), device)
+            self._graph = self._captured(partial(self._micro, static, share), device)
         self.update.begin()  # clears the gradients that warm-up added
 
     def _captured(self, micro: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
