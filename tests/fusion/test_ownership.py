@@ -161,16 +161,48 @@ def test_lanes_made_without_gradients():
     same_after(program, doubled, compiler="none")
 
 
-def test_a_write_to_what_backward_reads_is_an_error_as_it_was():
-    def lanes(x):
-        return [torch.tanh(p) for p in x.chunk(2)]
+def saved_results(*parts):
+    return [torch.tanh(p) for p in parts]
 
-    for fn in (lanes, onepass.fuse(lanes, compiler="none")):
-        a, b = fn(randn(6, 2, grad=True))
+
+def saved_operands(*parts):
+    results = [torch.sin(p) for p in parts]
+    return results[0], results[1], sum((p.square() * q).sum() for p, q in zip(results, parts, strict=True))
+
+
+@compilers
+@pytest.mark.parametrize("fn", [saved_results, saved_operands])
+@pytest.mark.parametrize("apart", (False, True), ids=("slices", "tensors"))
+def test_a_write_to_what_backward_reads_is_an_error_as_it_was(fn, apart, compiler):
+    def of_slices(whole):
+        return fn(*whole.chunk(2))
+
+    called, sizes = (fn, [(3, 2)] * 2) if apart else (of_slices, [(6, 2)])
+    for each in (called, onepass.fuse(called, compiler=compiler)):
+        for written in range(2):
+            results = each(*(randn(*size, grad=True) for size in sizes))
+            with torch.no_grad():
+                results[written].zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                sum(result.sum() for result in results).backward()
+
+
+def one_read(x, w):
+    a, b = (p * 2 for p in x.chunk(2))
+    return a, b, (b * w).sum()
+
+
+@compilers
+def test_a_write_to_what_backward_does_not_read_is_none(compiler):
+    def program(fn):
+        x, w = randn(6, 2, grad=True), randn(3, 2, grad=True)
+        a, _, loss = fn(x, w)
         with torch.no_grad():
             a.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            (a.sum() + b.sum()).backward()
+        loss.backward()
+        return x.grad, w.grad
+
+    same_after(program, one_read, compiler=compiler)
 
 
 def test_a_transposed_transpose_is_a_second_tensor():

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from onepass.fusion.cost import machine_of
 from onepass.fusion.foreach_cat import lower_marked
 from onepass.fusion.graph_inputs import with_stable_addresses
-from onepass.fusion.outputs import read_by_backward, with_own_outputs
+from onepass.fusion.outputs import before_gradients, lanes_of_saved, read_by_backward, with_own_outputs, with_shared_versions
 from onepass.fusion.report import FusionReport, GraphReport
 from onepass.fusion.rewrite import WHOLE, parameters_of, rewrite, take_apart
 from onepass.fusion.side_by_side import PackedParameters, backward_with, forward_with, put_back, take_out
@@ -89,6 +89,7 @@ class _Job:
         self.machine = machine_of(device)
         self.inputs = [InputSpec.like(x) for x in inputs]
         self.reports: list[GraphReport] = []
+        self.read: list[bool] = []  # for each of the function's outputs: whether backward reads it. Forward's others are saved
 
     def rewrite(self, graph: Graph, compiled: bool) -> None:
         parameters = parameters_of(graph, [x.is_parameter for x in self.inputs])
@@ -113,6 +114,7 @@ class _Job:
 
         class Pass(CustomGraphPass):
             def __call__(self, graph: Graph) -> None:
+                job.read = read_by_backward(graph, before_gradients(graph))
                 job.rewrite(graph, compiled=True)
                 take_apart(graph, everything)
 
@@ -137,10 +139,13 @@ class _Job:
         back = put_back(module.graph) if options.get("is_backward") else []
         wholes = [] if options.get("is_backward") else take_out(module.graph)
         lower_marked(module.graph)
+        lanes = [] if options.get("is_backward") else lanes_of_saved(module.graph, self.read)
         compiled: Any = compile_fx_inner(*_longer(module, inputs, options, len(back) + len(wholes)), **options)
         if moving:
             written = compiled.mutated_input_idxs
             compiled.current_callable = with_stable_addresses(compiled.current_callable, moving, written)
+        if lanes:
+            compiled.current_callable = with_shared_versions(compiled.current_callable, lanes)
         if back:
             compiled.current_callable = backward_with(compiled.current_callable, back)
         if wholes:
@@ -154,10 +159,8 @@ class _Job:
         from torch._functorch.aot_autograd import aot_module_simplified
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        read: list[bool] = []  # for each of the function's outputs: whether backward reads it. Forward's others are saved
-
         def partition(joint: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
-            read.extend(read_by_backward(joint.graph, options["num_fwd_outputs"]))
+            self.read = read_by_backward(joint.graph, options["num_fwd_outputs"])
             self.rewrite(joint.graph, compiled=False)
             joint.recompile()
             return min_cut_rematerialization_partition(joint, joint_inputs, **options)
@@ -165,7 +168,7 @@ class _Job:
         def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             wholes = take_out(gm.graph)
             gm.recompile()
-            return forward_with(with_own_outputs(make_boxed_func(gm.forward), gm.graph, read), self._kept(wholes))
+            return forward_with(with_own_outputs(make_boxed_func(gm.forward), gm.graph, self.read), self._kept(wholes))
 
         def backward(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             back = put_back(gm.graph)
