@@ -546,6 +546,19 @@ def test_windows(window):
     torch.testing.assert_close(found.flatten(0, 1).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_norms_of_heads_without_weights():
+    config = of_gqa(qk_norm=nn_modules.RMSNorm.Config(normalized_shape=8, elementwise_affine=False))
+    theirs, ours = config.build(), onepass_titan.gqa(config).build()
+    ours.load_state_dict(theirs.state_dict())
+    found, x = [], 5 * torch.randn(2, 6, 8)
+    for module in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf, None)
+        y.square().sum().backward()
+        found.append([y, leaf.grad, *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_sdpa_stays():
     config = attention.ScaledDotProductAttention.Config()
     assert onepass_titan.attention(config) is config

@@ -330,7 +330,8 @@ class PackedAttention(GQAttention):
         groups = local.shape[-1] // ((shared + 2) * self.head_dim)  # of this rank
         options = {"scale": self.scaling, "by_group": self.by_group, "interleaved": self.interleaved, "deterministic": False}
         if self.q_norm is not None and self.k_norm is not None:
-            options |= {"q_weight": _shared(self.q_norm.weight), "k_weight": _shared(self.k_norm.weight), "eps": self.q_norm.eps}
+            q_weight, k_weight = (_of_heads(norm.weight, local, self.head_dim) for norm in (self.q_norm, self.k_norm))
+            options |= {"q_weight": q_weight, "k_weight": k_weight, "eps": self.q_norm.eps}
         tables = self._tables(local.shape[1], positions)
         if self._is_inner():
             return self.wo(self._by_inner(qkv, local, tables, groups, attention_masks))  # type: ignore[no-any-return]
@@ -375,6 +376,11 @@ class PackedAttention(GQAttention):
 def _shared(weight: Any) -> Tensor:
     """Return a weight that all ranks have, whose gradient is a sum over theirs."""
     return weight.to_local(grad_placements=[Partial()]) if isinstance(weight, DTensor) else weight
+
+
+def _of_heads(weight: Tensor | None, x: Tensor, size: int) -> Tensor:
+    """Return a norm's weight, or ones for a norm without one: attention takes None for no norm."""
+    return x.new_ones(size) if weight is None else _shared(weight)
 
 
 @override(target=GQAttention.Config, description="onepass.attention, of the projection as it is")
