@@ -413,6 +413,37 @@ def test_output_processor():
     assert ours == pytest.approx(stock, rel=2e-6)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("what", ["logits", "an embedding"])
+def test_other_gradients_of_the_heads_weight(what, fused, installed):
+    """Of a microbatch without labels, and of multi-token prediction's embedding on a pipeline's last stage."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    tied = what == "an embedding"
+
+    def gradient(fused, apply):
+        own = {"mtp_num_layers": 1} if tied else {}
+        config = config_of(**KINDS["RMSNorm, swiglu"], gradient_accumulation_fusion=fused, **own)
+        model = model_of(config, local_spec(config), tied)
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        vars(weight).pop("zero_out_wgrad", None)  # as with several stages
+        if apply:
+            megatron.apply(model)
+            model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+            model.zero_grad_buffer()
+        tokens = torch.randint(64, (3, 2, 17), generator=torch.Generator().manual_seed(1))
+        mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+        for i, each in enumerate(tokens):
+            given, labels = each[:, :-1].contiguous(), each[:, 1:].contiguous()
+            by_logits = what == "logits" and i == 1
+            found = model(given, torch.arange(16)[None].expand(2, -1), mask, **({} if by_logits else {"labels": labels}))
+            loss = F.cross_entropy(found.flatten(0, 1), labels.flatten()) if by_logits else found.mean()
+            loss.backward()
+        return weight.main_grad if apply else weight.grad
+
+    torch.testing.assert_close(gradient(fused, True), gradient(False, False), rtol=1e-4, atol=1e-6)
+
+
 def test_deferred_head():
     """The gradient of a head without logits arrives at the drain, and needs our drain."""
     from megatron.core.pipeline_parallel import schedules

@@ -51,6 +51,7 @@ def head_loss(
     With `count` also whether its label has the largest logit.
     """
     weight = layer.weight if weight is None else weight
+    _keep_other_gradients(weight, config)
     group = layer.tp_group
     result: Any = linear_cross_entropy(
         hidden,
@@ -67,6 +68,16 @@ def head_loss(
     )
     loss, correct = (result[0], result[1].correct.transpose(0, 1)) if count else (result, None)
     return loss.transpose(0, 1).contiguous(), correct
+
+
+def _keep_other_gradients(weight: Any, config: Any) -> None:
+    """Let DistributedDataParallel add what comes by autograd, too, though the head adds its own gradient to main_grad.
+
+    Without gradient_accumulation_fusion that is the gradient of logits; and that of the embedding of multi-token prediction, for
+    which Megatron asks only without pipeline stages. The head's own placeholder is zeros.
+    """
+    if weight.requires_grad and (config.mtp_num_layers or not config.gradient_accumulation_fusion):
+        weight.zero_out_wgrad = True
 
 
 def _deferred(weight: Any, layer: Any, config: Any) -> DeferredWgrad | None:
