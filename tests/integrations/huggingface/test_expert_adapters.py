@@ -108,6 +108,18 @@ def test_disabled_merged_and_set_again():
     assert said_of(applied) == ["changed since: its LoRA is disabled or merged"] * 2
 
 
+@pytest.mark.parametrize("depth", (1, 2), ids=("a wrapper", "the experts"))
+def test_hooks_within_are_called(depth):
+    """PEFT's outermost wrapper calls what it wraps."""
+    model, before, applied = both()
+    for each in (model, before):
+        wrapper = next(module for module in each.modules() if type(module).__name__ == "ParamWrapper")
+        inner = wrapper.base_layer if depth == 1 else wrapper.get_base_layer()
+        inner.register_forward_hook(lambda module, args, y: 2 * y)
+    assert_alike(step(model, **batch()), step(before, **batch()))
+    assert said_of(applied) == ["changed since: what it wraps has hooks or a forward of its own", "experts with lora"]
+
+
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_checkpointed(reentrant):
     model, before, _ = both()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from onepass.integrations.huggingface.experts import ExpertsMatch
 from onepass.integrations.huggingface.patches import AppliedRow, Patches
 from onepass.integrations.huggingface.probe import own_forward
+from onepass.integrations.huggingface.snapshot import is_watched
 from onepass.product.lora import LoRA
 from onepass.runtime.dispatch import under_functorch
 
@@ -36,6 +37,8 @@ class ExpertAdaptersMatch:
     def adapters(self) -> tuple[LoRA | None, LoRA | None] | str:
         """Return the active adapters of up and of down, or why PEFT's code runs."""
         found: dict[str, LoRA | None] = {}
+        if any(map(is_watched, self.wrappers[1:])) or not Patches.untouched(self.experts.module, self.experts):
+            return "what it wraps has hooks or a forward of its own"  # which PEFT's code calls
         for wrapper in self.wrappers:
             if wrapper.disable_adapters or wrapper.merged:
                 return "its LoRA is disabled or merged"
