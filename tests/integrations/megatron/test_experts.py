@@ -124,6 +124,29 @@ def test_inputs_are_kept_and_not_activations():
     assert (10, 2 * INNER) in saved and (10, INNER) not in saved and len(called) == 2
 
 
+def test_optimizers_of_matrices_are_refused(installed):
+    """They would step stacked weights by Adam, and the biases of all experts as one matrix."""
+    from megatron.core import optimizer
+
+    get = getattr(optimizer, "_get_megatron_emerging_optimizer", None) or optimizer.muon.get_megatron_muon_optimizer
+    with pytest.raises(NotImplementedError, match=r"optimizer must step each number by itself.* but is muon: leave moe_grouped"):
+        get(optimizer.OptimizerConfig(optimizer="muon"), [experts_of(False)], {})
+
+
+def test_mup_takes_biases_for_vectors():
+    optimizer = pytest.importorskip("megatron.core.optimizer")
+    if not hasattr(optimizer, "get_mup_config_overrides"):
+        pytest.skip("this megatron-core has no MuP")
+
+    def rates(stock):
+        overrides = optimizer.get_mup_config_overrides(optimizer.OptimizerConfig(lr=0.1, min_lr=0.0), 4.0)
+        named = experts_of(stock, add_bias_linear=True).named_parameters()
+        rates = [(key, own["max_lr"]) for key, own in overrides.items() if "max_lr" in own]
+        return {name.rpartition("linear")[2]: [rate for key, rate in rates if key.matches(p, name)] for name, p in named}
+
+    assert rates(False) == rates(True)
+
+
 def test_topk_with_weights_of_the_input_is_refused():
     experts = experts_of(False)
     experts.config.moe_apply_probs_on_input = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class StackedLinear(nn.Module):
             vars(stacked).update(vars(first))  # who reduces its gradient, and which part of a tensor it is
             if getattr(first, "tensor_model_parallel", False):
                 stacked.partition_dim = first.partition_dim + 1  # type: ignore[attr-defined]
+            if name == "bias":  # a vector of each expert, whose rate MuP doesn't divide; it asks for this mark or one dimension
+                stacked.is_embedding_parameter = True  # type: ignore[attr-defined]
             self.register_parameter(name, stacked)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
@@ -60,6 +62,21 @@ def with_grouped_experts(stock: Any) -> Any:
         return partial(build_experts, **sequential.keywords) if moe_use_grouped_gemm else sequential
 
     return grouped_mlp_modules
+
+
+def refusing_stacks(get_optimizer: Any) -> Any:
+    """Wrap what makes Muon and its like, which step matrices: they take a stack of them for none, and one of biases for one."""
+
+    @wraps(get_optimizer, assigned=("__doc__",))  # the report names it as ours
+    def get(config: Any, model_chunks: Any, *args: Any, **options: Any) -> Any:
+        if any(isinstance(module, StackedLinear) for chunk in model_chunks for module in chunk.modules()):
+            raise NotImplementedError(
+                f"optimizer must step each number by itself, as adam does, where onepass stacks the weights of experts, but is "
+                f"{config.optimizer}: leave moe_grouped_gemm off"
+            )
+        return get_optimizer(config, model_chunks, *args, **options)
+
+    return get
 
 
 @cache

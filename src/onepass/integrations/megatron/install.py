@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any, Literal
 
 from onepass.integrations.megatron import fusions as ours
-from onepass.integrations.megatron.experts import with_grouped_experts
+from onepass.integrations.megatron.experts import refusing_stacks, with_grouped_experts
 from onepass.integrations.megatron.head import apply
 from onepass.integrations.megatron.norms import FusedLayerNorm, MegatronNorm, WrappedTorchNorm
 from onepass.integrations.megatron.optimizer import multi_tensor_l2_norm, multi_tensor_scale, with_fused_adam
@@ -84,6 +84,10 @@ def _rebind_experts(seams: Seams) -> None:
     backends, name = importlib.import_module(_CORE + "models.backends"), "grouped_mlp_modules"
     stock = getattr(backends.LocalSpecProvider, name)
     seams.rebind(backends.__name__, f"LocalSpecProvider.{name}", with_grouped_experts(stock))
+    optimizers, name = importlib.import_module(_CORE + "optimizer"), "_get_megatron_emerging_optimizer"
+    if not hasattr(optimizers, name):  # in 0.17
+        optimizers, name = importlib.import_module(_CORE + "optimizer.muon"), "get_megatron_muon_optimizer"
+    seams.rebind(optimizers.__name__, name, refusing_stacks(getattr(optimizers, name)))
 
 
 def _rebind_permute(seams: Seams) -> None:
