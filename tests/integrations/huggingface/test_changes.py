@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize, prune
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -127,6 +128,29 @@ def double_experts(model):
     model.set_experts_implementation("doubled")
 
 
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def no_parameter(path, how):
+    """Make a parameter of all layers one that is pruned, made for each call, or a tensor."""
+
+    def change(model):
+        for layer in layers_of(model):
+            module, name = layer.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+            if how == "pruned":
+                prune.l1_unstructured(module, name, 0.5)
+            elif how == "parametrised":
+                parametrize.register_parametrization(module, name, Halved())
+            else:
+                halved = getattr(module, name).detach() / 2
+                delattr(module, name)
+                setattr(module, name, halved)
+
+    return change
+
+
 def bias(size):
     return nn.Parameter(torch.linspace(-1, 1, size))
 
@@ -172,6 +196,17 @@ CHANGES = {
     "attention's class": ("Llama", derive("self_attn")),
     "norm's class": ("Llama", derive("input_layernorm")),
     "dropout within": ("GPT2", put("mlp.dropout", lambda _: nn.ReLU())),
+    "norm's weight pruned": ("Llama", no_parameter("input_layernorm.weight", "pruned")),
+    "norm's weight a tensor": ("Llama", no_parameter("post_attention_layernorm.weight", "a tensor")),
+    "layer norm's weight parametrised": ("GPT2", no_parameter("ln_1.weight", "parametrised")),
+    "layer norm's bias parametrised": ("GPT2", no_parameter("ln_2.bias", "parametrised")),
+    "norm of k's weight pruned": ("Qwen3", no_parameter("self_attn.k_norm.weight", "pruned")),
+    "q's weight pruned": ("Llama", no_parameter("self_attn.q_proj.weight", "pruned")),
+    "k's weight parametrised": ("Llama", no_parameter("self_attn.k_proj.weight", "parametrised")),
+    "up's weight pruned": ("Llama", no_parameter("mlp.up_proj.weight", "pruned")),
+    "GPT-2's weight pruned": ("GPT2", no_parameter("mlp.c_fc.weight", "pruned")),
+    "experts' weight pruned": ("Mixtral", no_parameter("mlp.experts.down_proj", "pruned")),
+    "sinks a tensor": ("GptOss", no_parameter("self_attn.sinks", "a tensor")),
 }
 
 
@@ -229,10 +264,10 @@ def attributes_in(module, snapshot, prefix=""):
                     values.update({name: value}) if there else values.pop(name)
                 ),
             )
-    for name, there in snapshot.tensors:
+    for name, place in snapshot.tensors:
         kept = own["_parameters"].get(name)
-        assert there == (kept is not None) or name in own["_buffers"]
-        new = None if there else torch.zeros(1)
+        assert (place == "_parameters") == (kept is not None)
+        new = None if place else torch.zeros(1)
         yield (
             prefix + name,
             lambda name=name, new=new: own["_parameters"].update({name: new}),
@@ -471,7 +506,8 @@ def test_what_a_snapshot_is_of():
     with reads_of(module) as reads:
         probe_forward(probe(module, {}), torch.ones(2))
     snapshot = reads.snapshot()
-    assert snapshot == Snapshot(Module.forward, (("options", [1.0]), ("scale", 1.0)), (), (("more", False), ("weight", True)))
+    tensors = ("more", None), ("weight", "_parameters")
+    assert snapshot == Snapshot(Module.forward, (("options", [1.0]), ("scale", 1.0)), (), tensors)
     module.unread = 2.0
     assert snapshot.unchanged(module)
     module.more = 2.0  # which was not there

@@ -344,6 +344,26 @@ def test_part_of_the_layers(calls):
     assert not applied.left
 
 
+@pytest.mark.parametrize("first", ("onepass", "PEFT"))
+@pytest.mark.parametrize("options", ({}, {"main_grad": True}, {"precision": "fp8"}), ids=str)
+def test_a_weight_that_peft_makes_for_each_call(first, options):
+    """`target_parameters` of a linear layer, whose weight is no parameter while it runs."""
+    model = made("Qwen3")
+    targets = {"target_modules": [], "target_parameters": [f"{name}.weight" for name in ("q_proj", "o_proj", "up_proj")]}
+    before = with_lora(copy.deepcopy(model), **targets)
+    if first == "PEFT":
+        model = with_lora(model, **targets)
+    applied = huggingface.apply(model, **options)
+    model = with_lora(model, **targets) if first == "onepass" else model
+    if options:
+        losses = [each(**batch()).loss for each in (model, before)]
+        torch.testing.assert_close(*losses, rtol=1e-2 if "precision" in options else 1e-5, atol=0)
+        losses[0].backward()
+    else:
+        assert_steps_alike(model, before)
+    applied.undo()
+
+
 def test_modules_to_save_and_biases_that_train(calls):
     model, before, _ = both(target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"], bias="lora_only")
     assert_steps_alike(model, before)

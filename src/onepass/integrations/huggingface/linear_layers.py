@@ -33,13 +33,18 @@ def is_linear(module: nn.Module | None) -> bool:
 
     Or a layer whose weight `frozen_weight` takes.
     """
-    if module is None or not Patches.own(module):
+    if module is None or not Patches.own(module) or makes_weight(module):
         return False
     if type(module) is nn.Linear or is_conv1d(module):
         weight: Any = module._parameters["weight"]
         if not hasattr(type(weight), "__tensor_flatten__") or has_dtensor(weight):  # torchao's quantised ones have it
             return type(module) is nn.Linear or not keeps_gathered(module)
     return is_frozen(module)
+
+
+def makes_weight(module: nn.Module) -> bool:
+    """Whether the weight is no parameter, but made for each call: by PyTorch's parametrizations, its pruning, or PEFT's."""
+    return "weight" not in module._parameters
 
 
 def keeps_gathered(module: nn.Module) -> bool:
@@ -102,7 +107,7 @@ def precision_of(module: nn.Module) -> FP8Recipe | None:
 def linear_of(module: nn.Module, x: Tensor, *, biased: bool = True) -> Tensor:
     """Return the layer's product with x."""
     few_rows = is_frozen(module) and (torch.compiler.is_compiling() or not torch.is_grad_enabled())  # which theirs is made for
-    if few_rows or keeps_gathered(module):
+    if few_rows or makes_weight(module) or keeps_gathered(module):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return linear(x, weight_of(module, x.dtype), bias_of(module) if biased else None, precision=precision_of(module))
 

@@ -91,7 +91,7 @@ def _found(module: nn.Module, reads: Reads) -> NormMatch | None:
         return None
     if weight is not None and weight.dim() != 1:
         return None
-    reads.names |= {"eps", "normalized_shape"} & vars(module).keys()  # PyTorch's own are not probed
+    reads.names |= {"weight", "bias"} | ({"eps", "normalized_shape"} & vars(module).keys())  # PyTorch's own are not probed
     if type(module).forward is nn.LayerNorm.forward:
         assert isinstance(module, nn.LayerNorm)
         return NormMatch(module, True, module.eps, False) if len(module.normalized_shape) == 1 else None

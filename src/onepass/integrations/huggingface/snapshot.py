@@ -31,13 +31,13 @@ class Snapshot:
     code: Callable[..., Any] | None = None  # its class's forward
     attributes: tuple[tuple[str, Any], ...] = ()
     config: tuple[tuple[str, Any], ...] = ()  # "text_config.vocab_size" is one of a part of the configuration
-    tensors: tuple[tuple[str, bool], ...] = ()  # parameters, buffers and what was not there: whether there is one
+    tensors: tuple[tuple[str, str | None], ...] = ()  # parameters, buffers and what was not there: which dict has it
     children: tuple[tuple[str, nn.Module, Snapshot], ...] = ()
 
     @property
     def read_tensors(self) -> set[str]:
         """Parameters and buffers of its own that the code reads, whose values a probe can't tell from numbers: 1.0 at first."""
-        return {name for name, there in self.tensors if there}
+        return {name for name, place in self.tensors if place is not None}
 
     def unchanged(self, module: nn.Module) -> bool:
         """Whether the module's code would read what it read then."""
@@ -51,8 +51,8 @@ class Snapshot:
             now = _setting(config, name)
             if now is not value and not _equal(now, value):
                 return False
-        for name, there in self.tensors:
-            if (_found(own, name) is not None) is not there:
+        for name, place in self.tensors:
+            if _place(own, name) != place:
                 return False
         for name, child, snapshot in self.children:
             if own["_modules"].get(name) is not child or is_watched(child) or not snapshot.unchanged(child):
@@ -76,9 +76,9 @@ class Snapshot:
             now = _setting(own.get("config"), name)
             if not _equal(now, value):
                 return f"its config.{name} was {_words(value)} and is {_words(now)}"
-        for name, there in self.tensors:
-            if (_found(own, name) is not None) is not there:
-                return f"its {name} was {'removed' if there else 'added'}"
+        for name, place in self.tensors:
+            if (now := _place(own, name)) != place:
+                return f"its {name} was {'added' if place is None else 'removed' if now is None else 'kept in another way'}"
         for name, child, snapshot in self.children:
             if own["_modules"].get(name) is not child:
                 return f"its {name} is another module"
@@ -108,13 +108,21 @@ def _setting(config: Any, name: str) -> Any:
     return found
 
 
+def _place(own: dict[str, Any], name: str) -> str | None:
+    """Return which dict of a module has an attribute: of parameters, of buffers or of children, or else "" or None.
+
+    Matches read parameters in their dict. One that is pruned, or made for each call, is there no more.
+    """
+    for kind in ("_parameters", "_buffers", "_modules"):
+        if own[kind].get(name) is not None:
+            return kind
+    return None if own.get(name) is None else ""
+
+
 def _found(own: dict[str, Any], name: str) -> Any:
     """Return an attribute of a module by its __dict__, also a parameter, a buffer or a child."""
-    for kind in ("_parameters", "_buffers", "_modules"):
-        value = own[kind].get(name)
-        if value is not None:
-            return value
-    return own.get(name)
+    place = _place(own, name)
+    return (own[place] if place else own).get(name)
 
 
 def _words(value: Any) -> str:
@@ -184,7 +192,7 @@ class Reads:
             code=type(self.module).forward,
             attributes=tuple((name, _kept(own.get(name))) for name in sorted(names - tensors - children.keys())),
             config=tuple((name, _kept(_setting(own.get("config"), name))) for name in sorted(self.config)),
-            tensors=tuple((name, _found(own, name) is not None) for name in sorted(tensors)),
+            tensors=tuple((name, _place(own, name)) for name in sorted(tensors)),
             children=tuple((name, children[name], snapshot_of(children[name])) for name in sorted(children)),
         )
 
