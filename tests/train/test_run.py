@@ -23,7 +23,7 @@ from rich.console import Console
 from onepass.cli import main
 from onepass.gpt import Config
 from onepass.gpt.settings import read_yaml
-from onepass.train import checkpoint, command
+from onepass.train import checkpoint, command, loop
 from onepass.train.checkpoint.folders import index_json
 from onepass.train.command import _say_where, _settle, _unless_too_large
 from onepass.train.layout import ParallelLayout
@@ -258,6 +258,41 @@ def test_a_step_may_be_told_when_the_next_is_on_its_way(tmp_path, corpus, monkey
     same = ("step", "loss", "lr", "grad_norm", "eval_loss")
     assert [[row[key] for key in same] for row in one] == [[row[key] for key in same] for row in other]
     assert " ".join(order) == "run run told 0 told 1 saved run run told 2 told 3 saved run told 4 run told 5 saved"
+
+
+def test_a_steps_rate_is_of_its_own_time(tmp_path, corpus, monkeypatch):
+    """Though it is told with the one before, where its call has waited for the device."""
+    now = [0.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
+    monkeypatch.setattr(TrainRun, "_waits_later", property(lambda run: True, lambda run, late: None), raising=False)
+    watch(monkeypatch, TrainSteps, "run", lambda *given: now.append(now.pop() + 0.5))
+    for name in ("save", "_evaluated"):
+        watch(monkeypatch, checkpoint if name == "save" else TrainRun, name, lambda *given: now.append(now.pop() + 7.0))
+    options = "--no-table", "--no-fusion-table", "--samples", 0, "--save-interval", 2, "--eval-interval", 3
+    assert train(corpus, "--run-dir", tmp_path / "run", *options) == 0
+    rates = {float(row["tokens_per_s"]) for row in log(tmp_path / "run")}
+    assert len(rates) == 1 and rates.pop() < 1e6
+
+
+def test_times_of_a_gpu_are_those_of_its_events(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            self.timed, self.waited = enable_timing, False
+
+        def record(self, stream):
+            self.stream = stream
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, later):
+            assert later.waited and self.timed and later.timed and self.stream == later.stream == "the stream of cuda:1"
+            return 1500.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    first, second = (loop._EndTime(torch.device("cuda", 1)) for _ in range(2))
+    assert second.since(first) == 1.5
 
 
 def watch(monkeypatch, owner, name, look):

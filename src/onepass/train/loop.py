@@ -44,6 +44,23 @@ class Diverged(Exception):
     """The loss, or the gradient's norm, is infinite or NaN."""
 
 
+class _EndTime:
+    """When the device ends what was launched before. Only reading it waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def since(self, other: _EndTime) -> float:
+        """Return the seconds from another one."""
+        if self._event is None:
+            return self._clock - other._clock
+        self._event.synchronize()
+        return float(other._event.elapsed_time(self._event)) / 1e3  # type: ignore[union-attr]
+
+
 class _Ended(NamedTuple):
     """A launched step. Logging it reads loss and norm, which waits for the GPU."""
 
@@ -52,6 +69,7 @@ class _Ended(NamedTuple):
     norm: Tensor
     lr: float
     saturated: Counts | None
+    at: _EndTime
 
 
 class TrainRun:
@@ -194,7 +212,7 @@ class TrainRun:
             evaluate = bool(options.eval_iters) and (last or (bool(options.eval_interval) and done % options.eval_interval == 0))
             save = last or stop or due or (options.save_interval and done % options.save_interval == 0)
             if evaluate or stop or last or done % options.log_interval == 0:
-                self._unlogged = _Ended(step, loss, norm, lr, self._saturation.counts())
+                self._unlogged = _Ended(step, loss, norm, lr, self._saturation.counts(), _EndTime(self.layout.device))
             if evaluate or save or not self._waits_later:
                 self._log_step(evaluate)
             if save:
@@ -228,8 +246,8 @@ class TrainRun:
         self.layout.on_first(write_files)
 
     def _restart_clock(self, done: int) -> None:
-        """Restart the throughput measurement. Time before this call was not training, or is logged already."""
-        self._last, self._since = time.perf_counter(), done
+        """Restart the throughput measurement: time before this call was not training."""
+        self._last, self._since = _EndTime(self.layout.device), done
 
     def _seed(self, step: int) -> None:
         """Seed dropout from the step's number, so that a resumed run drops the same elements."""
@@ -249,19 +267,21 @@ class TrainRun:
         self._log(replace(line, eval_loss=self._evaluated()) if evaluate else line)
         if self.threads is not None:
             self.threads.watch(line.tokens_per_s)
-        self._restart_clock(ended.step + 1)
+        if evaluate:
+            self._restart_clock(ended.step + 1)
+        else:
+            self._last, self._since = ended.at, ended.step + 1
 
-    def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float, counts: Counts | None) -> Line:
+    def _line(self, step: int, loss: Tensor, norm: Tensor, lr: float, counts: Counts | None, at: _EndTime) -> Line:
         value, size = float(self.layout.average(loss)), float(norm)  # waits for the GPU
         lost, heavy = self._saturation.read(counts, step + 1 - self._counted)
         self._counted = step + 1
         if warning := self._saturation.words(heavy):
             self.live.say(f"step {step + 1}/{self.options.train_iters}  {warning}")
-        now = time.perf_counter()
-        tokens = (step + 1 - self._since) * self.size * self.options.seq_length
+        tokens, seconds = (step + 1 - self._since) * self.size * self.options.seq_length, max(at.since(self._last), 1e-9)
         device = self.layout.device
         memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-        line = Line(step, value, lr, size, tokens / max(now - self._last, 1e-9), now - self._began, memory)
+        line = Line(step, value, lr, size, tokens / seconds, time.perf_counter() - self._began, memory)
         return line if lost is None else replace(line, **lost)
 
     def _log(self, line: Line) -> None:
