@@ -99,6 +99,27 @@ def test_layers_are_frozen_and_unfrozen_as_by_torch_optim(groups):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers' and PEFT's own
+@pytest.mark.parametrize("release", (False, True))
+def test_adapters_that_come_after_apply_are_trained(release):
+    peft = pytest.importorskip("peft")
+    model, before, applied = both("Mistral", main_grad=True, release_main_grad=release)
+    for each in (model, before):
+        torch.manual_seed(3)
+        options = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"], "init_lora_weights": False}
+        peft.get_peft_model(each, peft.LoraConfig(r=4, **options))
+    optimizer, plain = applied.optimizer(lr=1e-2), torch.optim.AdamW(before.parameters(), lr=1e-2)
+    for _ in range(3):
+        for each, steps in ((model, optimizer), (before, plain)):
+            each(**batch()).loss.backward()
+            steps.step()
+            steps.zero_grad()
+    for (name, found), expected in zip(model.named_parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4, msg=name)
+    applied.undo()
+    assert not any(hasattr(parameter, "main_grad") for parameter in model.parameters())
+
+
 def test_undo_gives_gradients_back():
     model, before, applied = both("Llama", main_grad=True)
     model(**batch()).loss.backward()

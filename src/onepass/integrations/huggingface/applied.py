@@ -107,9 +107,12 @@ class Applied:
                 `ShardedAdamW`.
         """
         if self.main_grads is not None:
-            if options.get("in_backward") and not self.main_grads.releases:  # so that their memory can be given back
+            known = {id(parameter) for _, parameter in self.main_grads.given}
+            more = any(p.requires_grad and id(p) not in known for p in self.model.parameters())  # as PEFT's adapters, added since
+            release = self.main_grads.releases or bool(options.get("in_backward"))  # so that their memory can be given back
+            if more or release is not self.main_grads.releases:
                 self.main_grads.close()
-                self.main_grads = PatientMainGrads(self.model, release=True)
+                self.main_grads = PatientMainGrads(self.model, release)
             return MainGradAdamW(self.main_grads, groups, max_norm=max_norm, **options)
         if max_norm is not None:
             raise ValueError(
