@@ -9,6 +9,7 @@ import traceback
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from onepass.runtime.backend import current_backend
 
 SECONDS = 300  # of a collective, which waits for ranks that a busy machine holds up
 
+_start = getattr(dist, "init_process_group", None)  # a PyTorch without distributed has none
 _functional = torch.library.Library("_c10d_functional", "IMPL")
 
 
@@ -40,8 +42,14 @@ def find_gpu(rank, ranks):
     return rank % gpus
 
 
+def meet_at(file, rank, ranks):
+    """Let process groups that this process starts from now on meet at a file, which is each group's own."""
+    place = {"init_method": f"file://{Path(file).resolve()}", "rank": rank, "world_size": ranks}
+    dist.init_process_group = lambda *args, **options: _start(*args, **options, **place)
+
+
 def launched(rank, ranks, backend="gloo"):
-    """Set the environment as torchrun does for a rank. The process group is a test's to meet."""
+    """Set the environment as torchrun does for a rank. Its process group meets by `meet_at`."""
     gpu = find_gpu(rank, ranks) if backend == "nccl" else rank
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(gpu), "GLOO_SOCKET_IFNAME": "lo"}
 

@@ -87,6 +87,16 @@ def beside(device, stream=None):
     yield stream
 
 
+def in_training(monkeypatch, *modules, capture):
+    """Let this CPU capture for these modules of `onepass.train`, of which the first captures."""
+    monkeypatch.setattr(modules[0], "capture", capture)
+    monkeypatch.setattr(modules[0], "side_stream", beside)
+    for module in modules:
+        monkeypatch.setattr(module, "free_memory", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+
+
 def install(monkeypatch, module, may_wait=False):
     """Let this CPU capture for `module`. Return the list of what it captured."""
     captured, failed, handles = [], set(), itertools.count(1)

@@ -14,9 +14,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from parallel import worlds
-from parallel.meeting import launched
+from parallel.meeting import launched, meet_at
 from runtime import cpu_graph
 from train.checkpoint_runs import configured, go
 
@@ -71,12 +70,7 @@ def machine(times):
         stand_in.setattr(measured_steps, "synchronize", after(lambda device: None, times.waits))
         stand_in.setattr(measured_steps, "perf_counter", lambda: now[0])
         stand_in.setattr(measured_steps, "memory_of_graph", lambda device: times.memory)
-        stand_in.setattr(steps, "capture", capture)
-        stand_in.setattr(steps, "side_stream", cpu_graph.beside)
-        for module in (steps, measured_steps):
-            stand_in.setattr(module, "free_memory", lambda device: None)
-        stand_in.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-        stand_in.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+        cpu_graph.in_training(stand_in, steps, measured_steps, capture=capture)
         yield
 
 
@@ -190,10 +184,8 @@ def run_on_gpus(rank, ranks, folder, backend, corpus, more):
     launched(rank, ranks, backend)
     loop.MatrixPeak = lambda *args: None
     measured_steps._WAITS = 0.0  # as a slow CPU would have it
-    start = dist.init_process_group
     for name, told in RUNS.items():
-        place = {"init_method": f"file://{folder}/meeting {name}", "rank": rank, "world_size": ranks}
-        dist.init_process_group = lambda *args, place=place, **options: start(*args, **options, **place)
+        meet_at(f"{folder}/meeting {name}", rank, ranks)
         arguments = [*RUN, *shlex.split(more), *told, "--data", corpus, "--run-dir", f"{folder}/{name}"]
         said = io.StringIO()
         with contextlib.redirect_stdout(said):

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
-from parallel.meeting import launched
+from parallel.meeting import launched, meet_at
 from rich.console import Console
 from train.checkpoint_runs import flip
 
@@ -537,7 +537,7 @@ CASES = {  # more arguments of each of two ranks, and what the run says
 def run_cases(rank, ranks, folder, backend):
     """A rank of runs whose text is empty, or whose ranks were given different settings."""
     torch.set_num_threads(1)
-    folder, stock = Path(folder), dist.init_process_group
+    folder = Path(folder)
     launched(rank, ranks, backend)
     layout._TURN_S = 0.0
     loop.MatrixPeak = lambda *args: None
@@ -548,8 +548,7 @@ def run_cases(rank, ranks, folder, backend):
     arguments = [*device, "--data", "empty.txt", "--run-dir", "run", "--num-layers", "1"]
     found = {}
     for case, (*more, _) in CASES.items():
-        place = {"init_method": f"file://{folder / case}", "rank": rank, "world_size": ranks}
-        dist.init_process_group = lambda *args, place=place, **options: stock(*args, **options, **place)
+        meet_at(folder / case, rank, ranks)
         said = io.StringIO()
         with onepass.use_backend("torch"), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             status = main(["train", *arguments, *more[rank]])

@@ -14,13 +14,12 @@ import shutil
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
-from parallel.meeting import launched
+from parallel.meeting import launched, meet_at
 
 import onepass
 from onepass.cli import main
@@ -72,10 +71,9 @@ def run(rank, ranks, folder, backend):
     device = "cuda" if backend == "nccl" else "cpu"
     stocks = [getattr(owner, name) for _, owner, name, _ in PHASES]
     clocks = {name: getattr(time, name) for name in CLOCKS}
-    start, found = dist.init_process_group, {}
+    found = {}
     for seed in SEEDS:
-        place = {"init_method": f"file://{Path(folder).resolve()}/meeting {seed}", "rank": rank, "world_size": ranks}
-        dist.init_process_group = lambda *args, place=place, **options: start(*args, **options, **place)
+        meet_at(f"{folder}/meeting {seed}", rank, ranks)
         draw, reached = random.Random(seed), set()
         rate = FAST if draw.randrange(ranks) == rank else 1.0
         for name, clock in clocks.items():

@@ -34,11 +34,7 @@ def graphs(monkeypatch):
         captured.append(cpu_graph.record(*args, may_wait=True))
         return captured[-1]
 
-    monkeypatch.setattr(steps, "capture", record)
-    monkeypatch.setattr(steps, "side_stream", cpu_graph.beside)
-    monkeypatch.setattr(steps, "free_memory", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+    cpu_graph.in_training(monkeypatch, steps, capture=record)
     return captured
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel import worlds
-from parallel.meeting import launched
+from parallel.meeting import launched, meet_at
 from train.checkpoint_runs import whole
 from train.machines import two_machines
 
@@ -41,8 +41,7 @@ def straight(tmp_path_factory, corpus):
 def run_straight(rank, ranks, folder, corpus):
     torch.set_num_threads(1)
     launched(rank, ranks)
-    start, place = dist.init_process_group, {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": ranks}
-    dist.init_process_group = lambda *args, **options: start(*args, **options, **place)
+    meet_at(f"{folder}/meeting", rank, ranks)
     loop.MatrixPeak = run_record.draw = lambda *args: None
     with onepass.use_backend("torch"):
         assert main(["train", *SMALL, "--data", corpus, "--run-dir", f"{folder}/run", "--train-iters", str(STEPS)]) == 0

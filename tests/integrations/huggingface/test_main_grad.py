@@ -25,6 +25,15 @@ def _by_pytorch():
         yield
 
 
+def train(steps, *pairs):
+    """Train models, each with its optimizer, side by side."""
+    for _ in range(steps):
+        for model, optimizer in pairs:
+            model(**batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("family", ("Llama", "Gemma3Text", "Phi3", "GPT2", "GPTNeoX", "OPT", "Qwen3Moe"))
 @pytest.mark.parametrize("backwards", (1, 3))
 def test_gradients_are_the_same(family, backwards):
@@ -90,11 +99,7 @@ def test_layers_are_frozen_and_unfrozen_as_by_torch_optim(groups):
         for each in (model, before):
             each.model.layers[0].mlp.requires_grad_(asks)
             each.lm_head.requires_grad_(not asks)
-        for _ in range(2):
-            for each, its in ((model, optimizer), (before, plain)):
-                each(**batch()).loss.backward()
-                its.step()
-                its.zero_grad()
+        train(2, (model, optimizer), (before, plain))
         for (name, found), expected in zip(model.named_parameters(), before.parameters(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -109,11 +114,7 @@ def test_adapters_that_come_after_apply_are_trained(release):
         options = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"], "init_lora_weights": False}
         peft.get_peft_model(each, peft.LoraConfig(r=4, **options))
     optimizer, plain = applied.optimizer(lr=1e-2), torch.optim.AdamW(before.parameters(), lr=1e-2)
-    for _ in range(3):
-        for each, steps in ((model, optimizer), (before, plain)):
-            each(**batch()).loss.backward()
-            steps.step()
-            steps.zero_grad()
+    train(3, (model, optimizer), (before, plain))
     for (name, found), expected in zip(model.named_parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4, msg=name)
     applied.undo()
